@@ -1,0 +1,66 @@
+"""Where our plain data meets torch: dtypes and devices."""
+
+from types import MappingProxyType
+
+import torch
+
+from minuet.dtypes import DType
+from minuet.errors import ConfigError, ContractError
+from minuet.platform.arch import Arch
+
+_TO_TORCH = MappingProxyType(
+    {
+        DType.FP32: torch.float32,
+        DType.BF16: torch.bfloat16,
+        DType.FP16: torch.float16,
+        DType.FP8_E4M3FN: torch.float8_e4m3fn,
+        DType.FP8_E4M3FNUZ: torch.float8_e4m3fnuz,
+        DType.INT32: torch.int32,
+        DType.INT64: torch.int64,
+    }
+)
+_FROM_TORCH = MappingProxyType({theirs: ours for ours, theirs in _TO_TORCH.items()})
+
+
+def to_torch(dtype: DType) -> torch.dtype:
+    """Torch's name of one of our types."""
+    return _TO_TORCH[dtype]
+
+
+def from_torch(dtype: torch.dtype) -> DType:
+    """Our name of one of torch's types.
+
+    Raises:
+        ContractError: a type that Minuet stores nothing in.
+    """
+    try:
+        return _FROM_TORCH[dtype]
+    except KeyError:
+        raise ContractError(
+            "no such storage type", got=dtype, expected=", ".join(str(d) for d in DType)
+        ) from None
+
+
+def device_for(arch: Arch, rank: int = 0) -> torch.device:
+    """The device on which a rank of ``arch`` runs; ROCm builds of torch say ``cuda`` too.
+
+    Raises:
+        ConfigError: the arch is a GPU and torch sees none with this rank.
+    """
+    if not arch.is_gpu:
+        return torch.device("cpu")
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if rank >= seen:
+        raise ConfigError(
+            f"arch {arch.name} needs a GPU for rank {rank}",
+            got=f"{seen} GPUs visible to torch {torch.__version__}",
+            expected=f"at least {rank + 1}",
+            remedy="use --arch cpu, or install a torch build for this GPU",
+        )
+    return torch.device("cuda", rank)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything queued on ``device`` is done; the CPU queues nothing."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
