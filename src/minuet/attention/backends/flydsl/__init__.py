@@ -1,0 +1,1 @@
+"""Backend in FlyDSL: AMD, on pages in the shuffle form."""

@@ -1,0 +1,1 @@
+"""Backend in Triton: NVIDIA first; the same sources compile for AMD."""

@@ -1,0 +1,99 @@
+"""What the triton backend covers. Plain data; Triton is imported by ``launch.py`` only.
+
+Every level is DECLARED: the limits below are those the kernels are being written to, the kernels
+are not in this version.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from minuet.attention.capability import Capability, Level, SplitPolicy, one_of, up_to
+from minuet.attention.contract import LayerKind, Op
+from minuet.attention.workspace import attend_workspace, select_workspace
+from minuet.dtypes import DType
+from minuet.kv.layout import Form
+
+NAME = "triton"
+
+# sm90 is where the kernels are measured; the other NVIDIA archs share the sources. The AMD archs
+# are compile targets, an independent witness for the FlyDSL kernels.
+LEVEL: Mapping[str, Level] = MappingProxyType(
+    dict.fromkeys(("sm90", "sm80", "sm100", "sm120", "gfx942", "gfx950", "gfx1250"), Level.DECLARED)
+)
+
+FORMS = (Form.HEAD_MAJOR,)
+COMPUTE_DTYPES = (DType.BF16, DType.FP16)
+CACHE_DTYPES = (*COMPUTE_DTYPES, DType.FP8_E4M3FN, DType.FP8_E4M3FNUZ)
+
+HEAD_DIMS = one_of(64, 128)
+PAGE_SIZES = one_of(16, 32, 64, 128, 256)
+SELECT_PAGE_SIZES = one_of(64, 128)  # one program scores a page of index keys as one tile
+MAX_GROUP = 16  # the query vectors of a KV head fill one matrix instruction
+QUERY_LENS = up_to(8)
+MAX_TOP_BLOCKS = 16  # the list of a row is one vector
+
+SPLIT = SplitPolicy(
+    tile_tokens=128,  # best for streaming shapes on H200, 2026-11, prototype measurement
+    parts_per_unit=2,  # best from 134 MB of K and V on, same measurement; more parts lost 3-10 %
+    fixed_part_tiles=16,
+    fixed_max_parts=32,
+    row_max_parts=16,
+    fixed_row_parts=4,
+    longest_first=True,
+)
+
+CAPABILITIES = (
+    Capability(
+        name="triton.write",
+        backend=NAME,
+        op=Op.WRITE,
+        level=LEVEL,
+        target="minuet.attention.backends.triton.launch:write",
+        forms=FORMS,
+        q_dtypes=COMPUTE_DTYPES,
+        kv_dtypes=CACHE_DTYPES,
+        index_dtypes=CACHE_DTYPES,
+        head_dims=HEAD_DIMS,
+        index_dims=HEAD_DIMS,
+        page_sizes=PAGE_SIZES,
+        query_lens=QUERY_LENS,
+        requires=("torch", "triton"),
+    ),
+    Capability(
+        name="triton.select",
+        backend=NAME,
+        op=Op.SELECT,
+        level=LEVEL,
+        target="minuet.attention.backends.triton.launch:select",
+        layer_kinds=(LayerKind.SPARSE,),
+        forms=FORMS,
+        q_dtypes=COMPUTE_DTYPES,
+        kv_dtypes=None,
+        index_dtypes=CACHE_DTYPES,
+        index_dims=HEAD_DIMS,
+        page_sizes=SELECT_PAGE_SIZES,
+        query_lens=QUERY_LENS,
+        max_top_blocks=MAX_TOP_BLOCKS,
+        workspace=select_workspace,
+        requires=("torch", "triton"),
+    ),
+    Capability(
+        name="triton.attend",
+        backend=NAME,
+        op=Op.ATTEND,
+        level=LEVEL,
+        target="minuet.attention.backends.triton.launch:attend",
+        forms=FORMS,
+        q_dtypes=COMPUTE_DTYPES,
+        kv_dtypes=CACHE_DTYPES,
+        index_dtypes=None,
+        head_dims=HEAD_DIMS,
+        page_sizes=PAGE_SIZES,
+        max_group=MAX_GROUP,
+        query_lens=QUERY_LENS,
+        max_top_blocks=MAX_TOP_BLOCKS,
+        split=SPLIT,
+        workspace=attend_workspace,
+        requires=("torch", "triton"),
+    ),
+)

@@ -1,0 +1,1 @@
+"""What Minuet knows of machines: the arch table (plain data), detection, and the torch glue."""
