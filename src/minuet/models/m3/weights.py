@@ -10,12 +10,15 @@ Shape letters: V vocabulary, H hidden size, Q query heads, K KV heads, D head di
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from minuet.attention.contract import LayerKind
 from minuet.dtypes import DType
+from minuet.models.loading import match, open_checkpoint, read_into
 from minuet.models.m3.spec import M3Spec
 from minuet.platform.torch import to_torch
 
@@ -24,11 +27,13 @@ PREFIX = "language_model."
 
 # Parts of an official checkpoint that the text model does not use. No released checkpoint has mtp
 # weights, whatever num_mtp_modules says; a later one may.
-OTHER_PARTS = (
-    r"^vision_tower\.",
-    r"^multi_modal_projector\.",
-    r"^patch_merge_mlp\.",
-    r"(^|\.)mtp\.",
+_OTHER_PARTS = MappingProxyType(
+    {
+        "vision_tower": r"^vision_tower\.",
+        "multi_modal_projector": r"^multi_modal_projector\.",
+        "patch_merge_mlp": r"^patch_merge_mlp\.",
+        "mtp": r"(^|\.)mtp\.",
+    }
 )
 
 
@@ -183,6 +188,37 @@ def empty_weights(spec: M3Spec, dtype: DType, device: torch.device | str) -> M3W
     )
 
 
+def load_weights(
+    folder: Path | str, spec: M3Spec, dtype: DType, device: torch.device | str
+) -> M3Weights:
+    """Read a checkpoint folder straight into the packed tensors.
+
+    Official names, with or without :data:`PREFIX`, or the names ``MiniMaxM3VLForCausalLM`` of
+    transformers saves (:func:`fused_slices`). Tensors may be FP32, BF16 or FP16.
+
+    Args:
+        folder: has ``model.safetensors``, or an index and its shards.
+        spec: the model.
+        dtype: compute dtype.
+        device: where.
+
+    Raises:
+        CheckpointError: the folder is not exactly this model; see :mod:`minuet.models.loading`.
+    """
+    stored = open_checkpoint(folder)
+    fused_names = (".gate_up_proj", ".gate_up_proj.weight")
+    is_fused = any(tensor.name.endswith(fused_names) for tensor in stored)
+    slices = fused_slices if is_fused else named_slices
+    shapes = {
+        name: tuple(view.shape)
+        for name, view in slices(spec, empty_weights(spec, dtype, "meta")).items()
+    }
+    matched = match(stored, shapes, prefix=PREFIX, skip=_OTHER_PARTS)
+    weights = empty_weights(spec, dtype, device)
+    read_into(matched, slices(spec, weights))
+    return weights
+
+
 def packed_rows(spec: M3Spec, idx: int) -> tuple[tuple[str, int], ...]:
     """The projections packed into layer ``idx``'s ``qkv``: ``(name, rows)`` in order."""
     rows = (
@@ -206,6 +242,32 @@ def named_slices(spec: M3Spec, weights: M3Weights) -> dict[str, Tensor]:
         named |= {f"model.layers.{idx}.{name}": view for name, view in layer_slices.items()}
     named["model.norm.weight"] = weights.norm
     named["lm_head.weight"] = weights.lm_head
+    return named
+
+
+def fused_slices(spec: M3Spec, weights: M3Weights) -> dict[str, Tensor]:
+    """Views by the names of transformers' text-only class, whose fused tensors are packed as ours.
+
+    ``save_pretrained`` of the complete model writes official names, that of
+    ``MiniMaxM3VLForCausalLM`` its attributes' (seen with 5.24.0).
+    """
+    named = {
+        name.replace(".self_attn.index_", ".self_attn.indexer."): view
+        for name, view in named_slices(spec, weights).items()
+        if ".mlp." not in name and ".block_sparse_moe." not in name
+    }
+    for idx, layer in enumerate(weights.layers):
+        ffn = f"model.layers.{idx}.mlp."
+        if layer.mlp is not None:
+            named[ffn + "gate_up_proj.weight"] = layer.mlp.gate_up
+            named[ffn + "down_proj.weight"] = layer.mlp.down
+        if layer.moe is not None:
+            named[ffn + "gate.weight"] = layer.moe.router
+            named[ffn + "gate.e_score_correction_bias"] = layer.moe.bias
+            named[ffn + "experts.gate_up_proj"] = layer.moe.gate_up
+            named[ffn + "experts.down_proj"] = layer.moe.down
+            named[ffn + "shared_experts.gate_up_proj.weight"] = layer.moe.shared.gate_up
+            named[ffn + "shared_experts.down_proj.weight"] = layer.moe.shared.down
     return named
 
 
