@@ -107,13 +107,14 @@ class PlanShape:
 
         Balanced: every non-empty sequence gets one part; what is left of the budget is dealt by
         prefix sums, ``cum_i * left // total - cum_(i-1) * left // total``, which telescopes and so
-        never exceeds it. Fixed: tiles over tiles per part, rounded up.
+        never exceeds it. Fixed: tiles over tiles per part, rounded up, at most ``max_parts``.
+        Part ``k`` of ``n`` covers tiles ``k * tiles // n .. (k + 1) * tiles // n - 1`` in both.
 
         Args:
             tiles: tiles of each sequence; 0 for an empty one.
         """
         if self.part_tiles:
-            return -(-tiles // self._fixed_step(tiles))
+            return np.minimum(-(-tiles // self.part_tiles), self.max_parts)
         alive = int(np.count_nonzero(tiles))
         left = max(min(self.budget, self.capacity) - alive, 0)
         total = int(tiles.sum())
@@ -122,24 +123,6 @@ class PlanShape:
         dealt = np.cumsum(tiles) * left // total
         share: Int64Array = np.diff(dealt, prepend=0)
         return np.minimum(np.minimum(share + 1, self.max_parts), tiles)
-
-    def part_ranges(
-        self, tiles: Int64Array, counts: Int64Array, part: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
-        """First and end tile of parts.
-
-        Args:
-            tiles: tiles of each part's sequence.
-            counts: parts of each part's sequence.
-            part: number of each part within its sequence.
-        """
-        if self.part_tiles:
-            step = self._fixed_step(tiles)
-            return part * step, np.minimum((part + 1) * step, tiles)
-        return part * tiles // counts, (part + 1) * tiles // counts
-
-    def _fixed_step(self, tiles: Int64Array) -> Int64Array:
-        return np.maximum(self.part_tiles, -(-tiles // self.max_parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,7 +201,8 @@ class DecodePlan:
 
         sequence = np.repeat(np.arange(num_seqs), counts)
         part = np.arange(num_parts) - (ends - counts)[sequence]
-        first, end = shape.part_ranges(tiles[sequence], counts[sequence], part)
+        first = part * tiles[sequence] // counts[sequence]
+        end = (part + 1) * tiles[sequence] // counts[sequence]
         split_counts = np.where(counts > 1, counts, 0)
         first_slot = np.where(
             counts > 1, np.cumsum(split_counts) - split_counts, -np.minimum(counts, 1)
@@ -298,6 +282,11 @@ class DecodePlans:
     def __len__(self) -> int:
         """Plans in existence, all lanes."""
         return sum(len(lane) for lane in self._lanes)
+
+    @property
+    def size(self) -> int:
+        """int32 elements of all plans."""
+        return sum(plan.shape.size for lane in self._lanes for plan in lane)
 
     def for_batch(self, num_seqs: int, lane: int = 0) -> DecodePlan:
         """The plan of the smallest prepared batch that holds ``num_seqs`` sequences.
