@@ -1,0 +1,495 @@
+"""Settings: one list, from which the flags, the file format, the docs and :class:`Config` follow.
+
+Life of a value: :data:`SETTINGS` says its name, flag, default and help. :func:`read_options`
+merges flags over a settings file over the environment over the defaults into :class:`Options`,
+in which a value may still be ``auto``. ``planning.resolve`` turns Options into a :class:`Config`,
+in which nothing is ``auto`` any more, nothing is written after, and every value remembers where it
+came from.
+
+Adding a setting is adding one :class:`Setting` and one field of Config; a test holds them equal,
+and ``docs/flags.md`` is generated.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from minuet import env
+from minuet.dtypes import CACHE_DTYPE_CHOICES, COMPUTE_DTYPE_CHOICES, DType
+from minuet.errors import ConfigError
+
+AUTO = "auto"
+
+
+class Source(Enum):
+    """Where a value came from, strongest first."""
+
+    FLAG = "flag"
+    FILE = "file"
+    ENV = "environment"
+    MODEL = "config.json"
+    ARCH = "arch"
+    PLAN = "plan"  # settled by planning: from the memory that is left
+    DEFAULT = "default"
+
+
+# --- parsers: text (or a JSON/TOML value) to a checked value -------------------------------------
+
+
+def parse_count(text: object) -> int:
+    """A token or item count: ``2048``, ``8k`` = 8,000, ``8K`` = 8,192, ``1M`` = 1,048,576.
+
+    Raises:
+        ValueError: anything else, and negative numbers.
+    """
+    word = str(text).strip().replace(",", "").replace("_", "")
+    factor = {"k": 1000, "K": 1024, "m": 10**6, "M": 1024**2}.get(word[-1:], 1)
+    number = float(word[:-1] if factor != 1 else word) * factor
+    if number < 0 or number != int(number):
+        raise ValueError(text)
+    return int(number)
+
+
+_BYTE_UNITS = {"": 1, "b": 1}
+_BYTE_UNITS |= {f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}
+_BYTE_UNITS |= {f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}
+
+
+def parse_bytes(text: object) -> int:
+    """A size: ``1073741824``, ``1GiB`` (powers of 1024) or ``1GB`` (powers of 1000).
+
+    Raises:
+        ValueError: anything else, and negative numbers.
+    """
+    word = str(text).strip().lower().replace(",", "").replace("_", "")
+    digits = word.rstrip("bikmgt")
+    number = float(digits) * _BYTE_UNITS[word[len(digits) :].strip()] if digits else -1.0
+    if number < 0:
+        raise ValueError(text)
+    return int(number)
+
+
+def _parse_fraction(text: object) -> float:
+    value = float(str(text))
+    if not 0.0 < value <= 1.0:
+        raise ValueError(text)
+    return value
+
+
+def _parse_positive(text: object) -> int:
+    value = parse_count(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+def _parse_bool(text: object) -> bool:
+    if isinstance(text, bool):
+        return text
+    return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[
+        str(text).lower()
+    ]
+
+
+def _parse_sizes(text: object) -> tuple[int, ...]:
+    parts = text if isinstance(text, list | tuple) else str(text).split(",")
+    sizes = tuple(sorted({_parse_positive(p) for p in parts}))
+    if not sizes:
+        raise ValueError(text)
+    return sizes
+
+
+def _parse_text(text: object) -> str:
+    return str(text)
+
+
+# --- the list ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: field of :class:`Config`, and key in a settings file.
+        flags: command-line spellings; the first is the one shown in messages.
+        parse: text to value; raises on what it does not accept.
+        default: value when nobody says otherwise; ``auto`` is settled by ``planning.resolve``.
+        accepts: accepted forms, for people.
+        help: one or two sentences for ``--help`` and ``docs/flags.md``.
+        group: heading in ``--help`` and the docs.
+        choices: closed set, where there is one.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    parse: Callable[[object], Any]
+    default: Any
+    accepts: str
+    help: str
+    group: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        """The spelling shown in messages."""
+        return self.flags[0]
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is written ``--x`` / ``--no-x``."""
+        return self.parse is _parse_bool
+
+    def checked(self, raw: object) -> Any:
+        """The parsed value.
+
+        Raises:
+            ConfigError: names the flag, the value and the accepted forms.
+        """
+        if raw == AUTO and self.default == AUTO:
+            return AUTO
+        try:
+            value = self.parse(raw)
+            if self.choices and value not in self.choices:
+                raise ValueError(raw)
+        except (ValueError, KeyError, TypeError, OverflowError):
+            raise ConfigError(
+                f"bad value for {self.flag}", got=raw, expected=self.accepts
+            ) from None
+        return value
+
+
+def _choice(
+    name: str, flag: str, choices: tuple[str, ...], default: str, group: str, text: str
+) -> Setting:
+    return Setting(name, (flag,), _parse_text, default, ", ".join(choices), text, group, choices)
+
+
+_COUNT, _BYTES = "a count (8k = 8,000, 8K = 8,192)", "bytes (512MiB, 4GiB, 1GB)"
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "model",
+        ("--model",),
+        _parse_text,
+        "",
+        "a checkpoint folder, a config.json, or a preset name",
+        "what to serve; also accepted as the first positional argument",
+        "model",
+    ),
+    _choice(
+        "load_format",
+        "--load-format",
+        ("auto", "dummy"),
+        "auto",
+        "model",
+        "`dummy` fills the weights at random: shapes and speed are real, answers are not",
+    ),
+    _choice(
+        "dtype",
+        "--dtype",
+        COMPUTE_DTYPE_CHOICES,
+        AUTO,
+        "model",
+        "type of weights and activations; auto: what config.json says, float32 on cpu",
+    ),
+    Setting(
+        "max_model_len",
+        ("--max-model-len", "--context-length"),
+        _parse_positive,
+        AUTO,
+        _COUNT,
+        "longest prompt plus output of one request; auto: the model's, or what the KV pages hold",
+        "model",
+    ),
+    Setting(
+        "seed",
+        ("--seed", "--random-seed"),
+        parse_count,
+        0,
+        "a count",
+        "seed of dummy weights and of requests that bring none",
+        "model",
+    ),
+    Setting(
+        "arch",
+        ("--arch",),
+        _parse_text,
+        AUTO,
+        "auto or a name of the arch table",
+        "decide for this arch; auto: the device found, else cpu",
+        "device",
+    ),
+    _choice(
+        "attention_backend",
+        "--attention-backend",
+        ("auto", "cpu", "triton", "flydsl"),
+        AUTO,
+        "device",
+        "use only this backend; auto: the arch's order of preference",
+    ),
+    Setting(
+        "tensor_parallel_size",
+        ("--tensor-parallel-size", "-tp", "--tp-size"),
+        _parse_positive,
+        1,
+        "a power of two that divides the query heads",
+        "ranks over which heads and experts are split",
+        "device",
+    ),
+    Setting(
+        "gpu_memory_utilization",
+        ("--gpu-memory-utilization",),
+        _parse_fraction,
+        0.92,
+        "a fraction above 0, at most 1",
+        "share of the device's memory for everything: weights, workspace, graphs, KV pages",
+        "memory",
+    ),
+    Setting(
+        "kv_cache_memory",
+        ("--kv-cache-memory",),
+        parse_bytes,
+        AUTO,
+        _BYTES,
+        "bytes of KV pages per rank; auto: what is left of the device, 1 GiB on cpu",
+        "memory",
+    ),
+    Setting(
+        "kv_cache_pages",
+        ("--kv-cache-pages",),
+        _parse_positive,
+        AUTO,
+        _COUNT,
+        "exact number of KV pages; wins over --kv-cache-memory",
+        "memory",
+    ),
+    _choice(
+        "kv_cache_dtype",
+        "--kv-cache-dtype",
+        CACHE_DTYPE_CHOICES,
+        AUTO,
+        "memory",
+        "storage type of K and V; fp8 is the arch's flavour with one scale per token and KV head",
+    ),
+    _choice(
+        "index_kv_cache_dtype",
+        "--index-kv-cache-dtype",
+        CACHE_DTYPE_CHOICES,
+        AUTO,
+        "memory",
+        "storage type of the index keys, independent of --kv-cache-dtype; auto: the compute dtype",
+    ),
+    Setting(
+        "block_size",
+        ("--block-size", "--page-size"),
+        _parse_positive,
+        AUTO,
+        _COUNT,
+        "tokens per KV page; auto: the model's sparse block, which it must equal if there is one",
+        "memory",
+    ),
+    Setting(
+        "enable_prefix_caching",
+        ("--enable-prefix-caching",),
+        _parse_bool,
+        True,
+        "on or off",
+        "reuse the pages of a prompt prefix seen before",
+        "memory",
+    ),
+    Setting(
+        "index_score_memory",
+        ("--index-score-memory",),
+        parse_bytes,
+        64 * 2**20,
+        _BYTES,
+        "budget of the block-score buffer; longer steps are scored in chunks of queries",
+        "memory",
+    ),
+    Setting(
+        "max_num_seqs",
+        ("--max-num-seqs", "--max-running-requests"),
+        _parse_positive,
+        256,
+        _COUNT,
+        "requests that decode in one step",
+        "scheduler",
+    ),
+    Setting(
+        "max_num_batched_tokens",
+        ("--max-num-batched-tokens", "--chunked-prefill-size"),
+        _parse_positive,
+        2048,
+        _COUNT,
+        "tokens of one step; longer prompts are prefilled in chunks",
+        "scheduler",
+    ),
+    Setting(
+        "num_speculative_tokens",
+        ("--num-speculative-tokens",),
+        parse_count,
+        0,
+        "0 to 7",
+        "drafts verified per request and step; a decode step then has this many + 1 query tokens",
+        "scheduler",
+    ),
+    Setting(
+        "cudagraph_capture_sizes",
+        ("--cudagraph-capture-sizes",),
+        _parse_sizes,
+        AUTO,
+        "counts separated by commas",
+        "decode batch sizes (rungs) that are prepared; auto: powers of two to 64, then steps of 32",
+        "scheduler",
+    ),
+    Setting(
+        "enforce_eager",
+        ("--enforce-eager",),
+        _parse_bool,
+        False,
+        "on or off",
+        "prepare kernels but capture no graphs",
+        "scheduler",
+    ),
+    Setting(
+        "batch_invariant",
+        ("--batch-invariant",),
+        _parse_bool,
+        False,
+        "on or off",
+        "split KV by fixed partitions: a request's result does not depend on its batch-mates",
+        "scheduler",
+    ),
+    Setting(
+        "max_logprobs",
+        ("--max-logprobs",),
+        parse_count,
+        20,
+        _COUNT,
+        "largest number of alternatives a request may ask for per token",
+        "scheduler",
+    ),
+)
+
+BY_NAME: Mapping[str, Setting] = MappingProxyType({s.name: s for s in SETTINGS})
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for: parsed and checked one by one, ``auto`` not settled yet.
+
+    Attributes:
+        values: one entry per setting.
+        sources: where each came from.
+    """
+
+    values: Mapping[str, Any]
+    sources: Mapping[str, Source]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+
+def read_options(flags: Mapping[str, object], file: Path | None = None) -> Options:
+    """Merge flags over a settings file over the environment over the defaults.
+
+    Args:
+        flags: setting name to raw value; None means "not given".
+        file: TOML or JSON object of setting names (hyphens allowed).
+
+    Raises:
+        ConfigError: unknown name, value that does not parse, unreadable file.
+    """
+    values: dict[str, Any] = {s.name: s.default for s in SETTINGS}
+    sources = dict.fromkeys(values, Source.DEFAULT)
+    layers = (
+        (Source.ENV, _from_environment()),
+        (Source.FILE, _from_file(file) if file else {}),
+        (Source.FLAG, {k: v for k, v in flags.items() if v is not None}),
+    )
+    for source, layer in layers:
+        for name, raw in layer.items():
+            if name not in BY_NAME:
+                raise ConfigError(
+                    f"unknown setting in {source.value}",
+                    got=name,
+                    expected=", ".join(sorted(BY_NAME)),
+                )
+            values[name], sources[name] = BY_NAME[name].checked(raw), source
+    return Options(MappingProxyType(values), MappingProxyType(sources))
+
+
+def _from_environment() -> dict[str, object]:
+    seen = env.values()
+    named = {"arch": seen.arch, "attention_backend": seen.force_backend}
+    return {name: value for name, value in named.items() if value}
+
+
+def _from_file(path: Path) -> dict[str, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(
+            f"cannot read settings file {path}",
+            got=str(problem),
+            expected="a TOML table or a JSON object",
+        ) from None
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"settings file {path}", got=type(data).__name__, expected="an object of settings"
+        )
+    return {str(key).replace("-", "_"): value for key, value in data.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every setting, settled. Built by ``planning.resolve.resolve`` and never written again.
+
+    Fields are those of :data:`SETTINGS` with ``auto`` replaced by a value; see there for meanings.
+    """
+
+    model: str
+    load_format: str
+    dtype: DType
+    max_model_len: int
+    seed: int
+    arch: str
+    attention_backend: str
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    kv_cache_memory: int
+    kv_cache_pages: int
+    kv_cache_dtype: DType
+    index_kv_cache_dtype: DType
+    block_size: int
+    enable_prefix_caching: bool
+    index_score_memory: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_speculative_tokens: int
+    cudagraph_capture_sizes: tuple[int, ...]
+    enforce_eager: bool
+    batch_invariant: bool
+    max_logprobs: int
+    sources: Mapping[str, Source]
+
+    def describe(self) -> list[tuple[str, str, str]]:
+        """Rows ``(setting, value, source)`` in the order of :data:`SETTINGS`."""
+        rows = []
+        for setting in SETTINGS:
+            value = getattr(self, setting.name)
+            shown = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            rows.append((setting.name, shown, self.sources[setting.name].value))
+        return rows
+
+
+def config_field_names() -> tuple[str, ...]:
+    """Names of Config's settings, for the test that holds the two lists equal."""
+    return tuple(f.name for f in fields(Config) if f.name != "sources")
