@@ -1,0 +1,1 @@
+"""The paged cache: layout arithmetic (plain data), the pool, and the only writer."""

@@ -1,0 +1,153 @@
+"""The only writer of the cache: norm, rope, quantise and store every lane, in one function.
+
+This is the definition in plain torch. A GPU kernel that does the same in one launch is compared
+with it byte by byte.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minuet.errors import ContractError
+from minuet.kv.cache import LayerCache
+from minuet.kv.layout import Form, KVLayout, LaneName
+from minuet.ops.norm import gemma_rms_norm
+from minuet.ops.quant import quantize_per_token
+from minuet.ops.rope import rotate
+
+# T tokens, H query heads, K KV heads, D head dim, I index dim
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Per-head norm weights of one layer, shared by all heads.
+
+    Attributes:
+        q: [D] float32.
+        k: [D] float32.
+        index_q: [I] float32; None on a dense layer.
+        index_k: [I] float32; None on a dense layer.
+        eps: added to the mean square.
+    """
+
+    q: Tensor
+    k: Tensor
+    index_q: Tensor | None
+    index_k: Tensor | None
+    eps: float
+
+
+def write(
+    cache: LayerCache,
+    packed: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms,
+) -> tuple[Tensor, Tensor | None]:
+    """Normalise and rotate this step's vectors, store K, V, scales and index key, return queries.
+
+    Args:
+        cache: the layer's lanes; written.
+        packed: [T, (H + 2K) * D + K * I + I] rows ``[q | k | v | index_q | index_k]``; the index
+            part only on a sparse layer.
+        slots: [T] int64, ``page * page_size + token``; -1 is skipped (a padded row).
+        cos: [T, half] float32 of the tokens' absolute positions.
+        sin: [T, half] float32.
+        norms: per-head norm weights.
+
+    Returns:
+        q [T, H, D] and index_q [T, K, I] (None on a dense layer), normalised and rotated, in the
+        type of ``packed``.
+
+    Raises:
+        ContractError: the packed width is not that of the layout.
+    """
+    layout = cache.layout
+    kv_width, index_dim = layout.num_kv_heads * layout.head_dim, layout.index_dim
+    index_width = (layout.num_kv_heads + 1) * index_dim
+    q_width = packed.shape[1] - 2 * kv_width - index_width
+    if q_width < kv_width or q_width % kv_width:
+        raise ContractError(
+            "packed q/k/v width",
+            got=packed.shape[1],
+            expected=f"(H + 2K) * D + (K + 1) * I with K*D = {kv_width}, I = {index_dim}",
+        )
+    widths = [q_width, kv_width, kv_width]
+    if index_dim:
+        widths += [layout.num_kv_heads * index_dim, index_dim]
+    parts = [
+        part.unflatten(1, (-1, layout.head_dim if i < 3 else index_dim))
+        for i, part in enumerate(packed.split(widths, dim=1))
+    ]
+    q = rotate(gemma_rms_norm(parts[0], norms.q, norms.eps), cos, sin)
+    k = rotate(gemma_rms_norm(parts[1], norms.k, norms.eps), cos, sin)
+    index_q = index_k = None
+    if index_dim:
+        assert norms.index_q is not None
+        assert norms.index_k is not None
+        index_q = rotate(gemma_rms_norm(parts[3], norms.index_q, norms.eps), cos, sin)
+        index_k = rotate(gemma_rms_norm(parts[4], norms.index_k, norms.eps), cos, sin)[:, 0]
+    store(cache, slots, k, parts[2], index_k)
+    return q, index_q
+
+
+def store(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor, index_k: Tensor | None) -> None:
+    """Quantise as the layout says and store; rows with slot -1 leave the cache untouched.
+
+    Args:
+        cache: the layer's lanes; written.
+        slots: [T] int64.
+        k: [T, K, D], final (normalised and rotated).
+        v: [T, K, D].
+        index_k: [T, I], final; None on a dense layer. Cast without a scale, whatever the type.
+    """
+    layout = cache.layout
+    if (index_k is None) != (layout.index_dim == 0):
+        raise ContractError(
+            "index_k",
+            got=None if index_k is None else tuple(index_k.shape),
+            expected="given iff the layer has the lane",
+        )
+    if slots.numel() and int(slots.min()) < 0:
+        keep = slots >= 0
+        slots, k, v = slots[keep], k[keep], v[keep]
+        index_k = None if index_k is None else index_k[keep]
+    page, token = slots // layout.page_size, slots % layout.page_size
+    for name, scale_name, value in (
+        (LaneName.K, LaneName.K_SCALE, k),
+        (LaneName.V, LaneName.V_SCALE, v),
+    ):
+        lane = cache.lanes[name]
+        if layout.has_scales:
+            value, scale = quantize_per_token(value, lane.dtype)
+            cache.lanes[scale_name][page, :, token] = scale
+        _put(lane, layout, name, page, token, value.to(lane.dtype))
+    if index_k is not None:
+        lane = cache.index_k
+        _bytes(lane)[page, token] = _bytes(_saturate(index_k, lane.dtype))
+
+
+def _put(
+    lane: Tensor, layout: KVLayout, name: LaneName, page: Tensor, token: Tensor, value: Tensor
+) -> None:
+    target, source, x = _bytes(lane), _bytes(value), layout.chunk
+    if layout.form is Form.HEAD_MAJOR:
+        target[page, :, token] = source
+    elif name is LaneName.K:
+        target[page, :, :, token] = source.unflatten(2, (-1, x))
+    else:
+        target[page, :, token // x, :, token % x] = source
+
+
+def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    top = torch.finfo(dtype).max
+    return x.float().clamp(-top, top).to(dtype)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    # indexed assignment is not implemented for FP8; bytes are moved, values are not touched
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

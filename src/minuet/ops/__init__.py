@@ -1,0 +1,1 @@
+"""The model's arithmetic outside attention: plain torch, what every fast form must equal."""
