@@ -269,7 +269,7 @@ def _read_header(path: Path) -> list[StoredTensor]:
         try:
             header = json.loads(file.read(length))
             tensors = [_stored(name, path, entry) for name, entry in _entries(header)]
-        except (ValueError, KeyError, TypeError) as problem:
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise _unreadable(path, f"header: {problem!r}") from None
     promised = 8 + length + sum(tensor.nbytes for tensor in tensors)
     if promised != size:

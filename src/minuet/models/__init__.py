@@ -1,0 +1,1 @@
+"""Models: a registry, strict loading, and one folder per model with the same file names."""

@@ -1,0 +1,1 @@
+"""MiniMax-M3, the text model. docs/model.md says what it is; ``spec.py`` reads its config."""
