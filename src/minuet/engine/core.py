@@ -1,0 +1,293 @@
+"""The loop: requests in, steps out, tokens back.
+
+Whatever goes wrong with one request ends that request and nothing else.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from minuet.engine.detok import Detokenizer, TextStream
+from minuet.engine.scheduler import Scheduler
+from minuet.engine.types import (
+    FinishReason,
+    Request,
+    Sampled,
+    SamplingParams,
+    Step,
+    TokenLogprobs,
+)
+from minuet.errors import RequestError
+
+
+class Executor(Protocol):
+    """Carries steps out: a runner, or a fake in tests."""
+
+    def execute(self, step: Step) -> Sequence[Sampled]:
+        """One entry per scheduled request."""
+        ...
+
+
+class TextCodec(Protocol):
+    """The part of a tokenizer the loop needs."""
+
+    def stream(self) -> TextStream:
+        """A new incremental decoder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests are checked against.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_logprobs: alternatives a request may ask for.
+        eos_token_ids: end-of-sequence tokens of the model.
+    """
+
+    vocab_size: int
+    max_logprobs: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's answer so far; the same object is updated until ``finish_reason`` is set.
+
+    Attributes:
+        request_id: whose.
+        prompt_token_ids: the prompt.
+        token_ids: tokens drawn so far.
+        text: their text, without a tail that may still become a stop string.
+        logprobs: one entry per token, when asked for.
+        prompt_logprobs: one entry per prompt token, None for the first, when asked for.
+        finish_reason: None while it runs.
+        stop_reason: token id or string that ended it.
+        error: what went wrong when ``finish_reason`` is ERROR.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_preemptions: how often it was recomputed.
+        arrived_s: ``time.perf_counter`` at arrival.
+        first_token_s: at the first token; None before.
+        finished_s: at the end; None before.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str = ""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    arrived_s: float = 0.0
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    output: RequestOutput
+    detok: Detokenizer | None
+
+
+class Core:
+    """One engine.
+
+    Args:
+        scheduler: owns requests and pages.
+        executor: carries steps out.
+        limits: what requests are checked against.
+        codec: tokenizer; None serves token ids only.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        limits: Limits,
+        codec: TextCodec | None = None,
+    ):
+        self.scheduler, self._executor, self._limits, self._codec = (
+            scheduler,
+            executor,
+            limits,
+            codec,
+        )
+        self._live: dict[str, _Live] = {}
+        self._arrivals = count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+        return self.scheduler.has_work
+
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> RequestOutput:
+        """Accept a request.
+
+        Args:
+            request_id: not the id of a request that still runs.
+            prompt_token_ids: at least one.
+            params: how to draw.
+
+        Returns:
+            the output that :meth:`step` will update.
+
+        Raises:
+            RequestError: it can never be served as asked; the engine is as before.
+        """
+        self._check(prompt_token_ids, params)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            arrival=next(self._arrivals),
+            eos_token_ids=self._limits.eos_token_ids,
+        )
+        self.scheduler.add(request)
+        output = RequestOutput(request_id, request.prompt_token_ids, arrived_s=time.perf_counter())
+        if params.logprobs is not None:
+            output.logprobs = []
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]
+        detok = Detokenizer(self._codec.stream(), params.stop) if self._codec else None
+        self._live[request_id] = _Live(request, output, detok)
+        return output
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, whatever it is doing; unknown or finished ids are ignored."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self.scheduler.abort(request_id)
+            self._close(live, FinishReason.ABORT)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the outputs that changed, in scheduling order.
+
+        A failure of the step itself (out of memory, a bug) ends the requests of the step with an
+        error and leaves the engine able to go on; the exception is raised again for the caller.
+        """
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        try:
+            sampled = self._executor.execute(step)
+        except Exception as problem:
+            failed = f"the step failed: {type(problem).__name__}: {problem}"
+            self.scheduler.commit(step, [Sampled(None, error=failed)] * len(step.scheduled))
+            for share in step.scheduled:
+                self._settle(share.request)
+            raise
+        self.scheduler.commit(step, sampled)
+        changed = []
+        for share, result in zip(step.scheduled, sampled, strict=True):
+            live = self._live.get(share.request.request_id)
+            if live is None or live.request is not share.request:
+                continue  # aborted while the step ran
+            self._report(live, share.start, result)
+            self._settle(share.request)
+            if result.token_id is not None or live.output.finish_reason is not None:
+                changed.append(live.output)
+        return changed
+
+    # --- one request -----------------------------------------------------------------------------
+
+    def _report(self, live: _Live, start: int, result: Sampled) -> None:
+        output = live.output
+        output.num_cached_tokens = live.request.num_cached
+        output.num_preemptions = live.request.num_preemptions
+        if result.prompt_logprobs and output.prompt_logprobs is not None:
+            # a recomputed prompt reports again: positions say where an entry belongs
+            output.prompt_logprobs[start + 1 :] = result.prompt_logprobs
+        if result.token_id is None:
+            return
+        if output.first_token_s is None:
+            output.first_token_s = time.perf_counter()
+        output.token_ids.append(result.token_id)
+        if output.logprobs is not None and result.logprobs is not None:
+            output.logprobs.append(result.logprobs)
+        ended_by_id = (
+            live.request.finish_reason is FinishReason.STOP
+            and result.token_id in live.request.stop_ids
+        )
+        if live.detok is not None and not ended_by_id:
+            self._decode(live, result.token_id)
+
+    def _decode(self, live: _Live, token_id: int) -> None:
+        assert live.detok is not None
+        params, request = live.request.params, live.request
+        stop = live.detok.push(token_id)
+        if stop is not None and len(request.output_token_ids) >= params.min_tokens:
+            self.scheduler.finish(request.request_id, FinishReason.STOP, stop)
+        live.output.text = live.detok.visible
+
+    def _settle(self, request: Request) -> None:
+        """Close the output of a request that has ended."""
+        if request.finish_reason is not None:
+            live = self._live.pop(request.request_id, None)
+            if live is not None:
+                self._close(live, request.finish_reason)
+
+    def _close(self, live: _Live, reason: FinishReason) -> None:
+        output = live.output
+        if live.detok is not None:
+            live.detok.finish()
+            output.text = live.detok.text
+        output.finish_reason, output.finished_s = reason, time.perf_counter()
+        output.stop_reason, output.error = live.request.stop_reason, live.request.error
+
+    # --- checks ----------------------------------------------------------------------------------
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        vocab, most = self._limits.vocab_size, self._limits.max_logprobs
+        named = (
+            ("prompt", prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        )
+        for param, ids in named:
+            wrong = _outside(ids, vocab)
+            if wrong:
+                raise RequestError(
+                    f"{param} has token ids outside the vocabulary",
+                    param=param,
+                    got=wrong[:5],
+                    expected=f"integers from 0 to {vocab - 1}",
+                )
+        for param, wanted in (
+            ("logprobs", params.logprobs),
+            ("prompt_logprobs", params.prompt_logprobs),
+        ):
+            if wanted is not None and wanted > most:
+                raise RequestError(
+                    f"{param} asks for too many alternatives",
+                    param=param,
+                    got=wanted,
+                    expected=f"at most {most}",
+                    remedy="start with a larger --max-logprobs",
+                )
+        if params.stop and self._codec is None:
+            raise RequestError(
+                "stop strings need a tokenizer",
+                param="stop",
+                got=params.stop,
+                expected="no stop strings: this model has no tokenizer",
+                remedy="use stop_token_ids",
+            )
+        if any(not s for s in params.stop):
+            raise RequestError(
+                "empty stop string", param="stop", got=params.stop, expected="non-empty strings"
+            )
+
+
+def _outside(ids: Iterable[object], vocab: int) -> list[object]:
+    # ids come from JSON as well: `1.0` and `true` are no token ids
+    return [i for i in ids if type(i) is not int or not 0 <= i < vocab]

@@ -1,0 +1,89 @@
+"""One device carries out steps: lay out, run the model, draw."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minuet.attention.batch import AttentionBatch
+from minuet.engine import sampler
+from minuet.engine.batch import StepBatch, build
+from minuet.engine.types import Sampled, ScheduledRequest, Step, TokenLogprobs
+from minuet.kv.cache import KVCache
+
+# T query tokens of the step, R rows that sample, W hidden width, V vocabulary
+
+
+class Model(Protocol):
+    """What every model offers; see ``models/m3/model.py``."""
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache) -> Tensor:
+        """[T, W] residual stream after the last layer."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, V] float32."""
+        ...
+
+
+class Runner:
+    """Runs steps of one model over one cache.
+
+    Args:
+        model: weights and kernels.
+        cache: the pool; written.
+        seed: of requests that bring none.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, seed: int = 0):
+        self._model, self.cache, self._seed = model, cache, seed
+        self._page_size = cache.layers[0].layout.page_size
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> list[Sampled]:
+        """Run a step.
+
+        Returns:
+            one entry per scheduled request; a request that does not sample in this step has neither
+            token nor error.
+        """
+        batch = build(step, self._page_size)
+        hidden = self._model.forward(batch.token_ids, batch.attention, self.cache)
+        sampling = [s.request for s in step.scheduled if s.samples]
+        drawn = iter(
+            sampler.sample(self._model.logits(hidden[batch.sample_rows]), sampling, self._seed)
+            if sampling
+            else ()
+        )
+        results = []
+        first = 0
+        for share in step.scheduled:
+            result = next(drawn) if share.samples else Sampled(token_id=None)
+            reports = self._prompt_logprobs(share, hidden[first : first + share.num_tokens])
+            if reports:
+                result = Sampled(result.token_id, result.logprobs, reports, result.error)
+            results.append(result)
+            first += share.num_tokens
+        return results
+
+    @torch.inference_mode()
+    def logits(self, step: Step) -> Tensor:
+        """Run a step and return the logits of every query token: [T, V] float32.
+
+        Verification of drafted tokens reads all rows; so do the tests.
+        """
+        batch: StepBatch = build(step, self._page_size)
+        return self._model.logits(self._model.forward(batch.token_ids, batch.attention, self.cache))
+
+    def _prompt_logprobs(
+        self, share: ScheduledRequest, hidden: Tensor
+    ) -> tuple[TokenLogprobs | None, ...]:
+        """Reports for prompt positions ``start + 1 .. stop`` that this share made known."""
+        request = share.request
+        top = request.params.prompt_logprobs
+        stop = min(share.start + share.num_tokens, len(request.prompt_token_ids) - 1)
+        if top is None or stop <= share.start:
+            return ()
+        following = torch.tensor(request.prompt_token_ids[share.start + 1 : stop + 1])
+        logits = self._model.logits(hidden[: stop - share.start])
+        return sampler.prompt_logprobs(logits, following, top)

@@ -1,0 +1,171 @@
+"""Logits to tokens. Every row is drawn from its own request's numbers: batch-mates do not matter.
+
+Order, as vLLM: log-probabilities are reported of the raw logits; then bias, penalties and the
+minimum length; then temperature; then top-k, top-p and min-p on the tempered distribution.
+
+Draws are stateless: the noise of a token is seeded by (request seed, output position), so that a
+preempted request continues exactly as it would have, and a seeded request repeats exactly.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minuet.engine.types import Request, Sampled, SamplingParams, TokenLogprobs
+
+# R rows, V vocabulary
+
+_NEVER = float("-inf")
+NOT_FINITE = "the model produced non-finite logits for this request"
+
+
+def sample(logits: Tensor, requests: Sequence[Request], engine_seed: int) -> list[Sampled]:
+    """Draw one token per row.
+
+    Args:
+        logits: [R, V] float32; not written.
+        requests: R requests, row by row.
+        engine_seed: used with the request's arrival number where a request brings no seed.
+
+    Returns:
+        one :class:`Sampled` per row; a row with a non-finite logit gets an error and no token.
+    """
+    finite = torch.isfinite(logits).all(-1)
+    safe = logits if bool(finite.all()) else torch.where(finite[:, None], logits, 0.0)
+    shaped = _penalise(safe, requests)
+    tokens = shaped.argmax(-1)
+    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+    if drawn:
+        rows = torch.tensor(drawn)
+        tokens[rows] = _draw(shaped[rows], [requests[row] for row in drawn], engine_seed)
+    logprobs = _logprobs_of(safe, tokens, [r.params.logprobs for r in requests])
+    return [
+        Sampled(token_id=token, logprobs=report)
+        if good
+        else Sampled(token_id=None, error=NOT_FINITE)
+        for token, report, good in zip(tokens.tolist(), logprobs, finite.tolist(), strict=True)
+    ]
+
+
+def prompt_logprobs(logits: Tensor, next_ids: Tensor, top: int) -> tuple[TokenLogprobs, ...]:
+    """Log-probability of each prompt token given those before it.
+
+    Args:
+        logits: [R, V] float32 at prompt positions.
+        next_ids: [R] int64; the token that follows each position.
+        top: alternatives to report.
+    """
+    reports = _logprobs_of(logits, next_ids, [top] * len(next_ids))
+    return tuple(r for r in reports if r is not None)
+
+
+# --- shaping -------------------------------------------------------------------------------------
+
+
+def _penalise(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """Logits after bias, penalties and the minimum length; the input where nobody asks for any."""
+    shaped = logits
+    for row, request in enumerate(requests):
+        if _is_plain(request):
+            continue
+        if shaped is logits:
+            shaped = logits.clone()
+        _penalise_row(shaped[row], request)
+    return shaped
+
+
+def _is_plain(request: Request) -> bool:
+    params = request.params
+    return (
+        not params.logit_bias
+        and params.presence_penalty == 0.0
+        and params.frequency_penalty == 0.0
+        and params.repetition_penalty == 1.0
+        and len(request.output_token_ids) >= params.min_tokens
+    )
+
+
+def _penalise_row(row: Tensor, request: Request) -> None:
+    params = request.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*request.prompt_token_ids, *request.output_token_ids}))
+        score = row[seen]
+        row[seen] = torch.where(
+            score > 0, score / params.repetition_penalty, score * params.repetition_penalty
+        )
+    if request.output_token_ids and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = torch.tensor(request.output_token_ids).unique(return_counts=True)
+        row[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    if params.logit_bias:
+        row[torch.tensor(list(params.logit_bias))] += torch.tensor(list(params.logit_bias.values()))
+    if len(request.output_token_ids) < params.min_tokens and request.stop_ids:
+        row[torch.tensor(sorted(request.stop_ids))] = _NEVER
+
+
+# --- drawing -------------------------------------------------------------------------------------
+
+
+def _draw(logits: Tensor, requests: Sequence[Request], engine_seed: int) -> Tensor:
+    """[R] int64 from the tempered and filtered distributions."""
+    temperature = torch.tensor([r.params.temperature for r in requests])
+    scaled = _filter(logits / temperature[:, None], [r.params for r in requests])
+    probabilities = scaled.softmax(-1)
+    noise = torch.stack([_noise(r, engine_seed, logits.shape[1]) for r in requests])
+    # argmax of p / Exp(1) is a draw from p (Gumbel-max in the linear domain)
+    return (probabilities / noise).argmax(-1)
+
+
+def _noise(request: Request, engine_seed: int, vocab: int) -> Tensor:
+    seed = request.params.seed
+    source = ("request", seed) if seed is not None else ("engine", engine_seed, request.arrival)
+    key = repr((*source, len(request.output_token_ids))).encode()
+    generator = torch.Generator()
+    generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
+    return torch.empty(vocab).exponential_(generator=generator).clamp_(min=1e-20)
+
+
+def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p; removed tokens get -inf."""
+    if not any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
+        return logits
+    vocab = logits.shape[1]
+    ordered, order = logits.sort(dim=-1, descending=True)
+    keep = torch.tensor([min(p.top_k, vocab) or vocab for p in params])
+    removed = torch.arange(vocab) >= keep[:, None]
+    probabilities = ordered.masked_fill(removed, _NEVER).softmax(-1)
+    # a token stays while the mass of the more likely ones is below top_p: the first always
+    before = probabilities.cumsum(-1) - probabilities
+    removed |= before >= torch.tensor([p.top_p for p in params])[:, None]
+    floor = torch.tensor([p.min_p for p in params])[:, None] * probabilities[:, :1]
+    removed |= probabilities < floor
+    removed[:, 0] = False
+    return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(removed, _NEVER))
+
+
+# --- reporting -----------------------------------------------------------------------------------
+
+
+def _logprobs_of(
+    logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
+) -> list[TokenLogprobs | None]:
+    rows = [row for row, top in enumerate(wanted) if top is not None]
+    reports: list[TokenLogprobs | None] = [None] * len(wanted)
+    if not rows:
+        return reports
+    picked = torch.tensor(rows)
+    logprobs = logits[picked].log_softmax(-1)
+    mine = logprobs.gather(1, tokens[picked][:, None])
+    ranks = ((logprobs > mine).sum(-1) + 1).tolist()
+    most = max(top for top in wanted if top is not None)
+    values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+    for i, row in enumerate(rows):
+        top = wanted[row] or 0
+        reports[row] = TokenLogprobs(
+            token_id=int(tokens[row]),
+            logprob=float(mine[i]),
+            rank=ranks[i],
+            top=tuple(zip(ids[i, :top].tolist(), values[i, :top].tolist(), strict=True)),
+        )
+    return reports

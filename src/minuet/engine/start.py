@@ -1,0 +1,185 @@
+"""From options to a running engine: resolve, settle, load, reserve, in this order and nowhere else.
+
+What cannot be served is refused before weights are read. What was planned is what is allocated: the
+pool's bytes are compared with the plan's to the byte.
+"""
+
+import hashlib
+import importlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minuet.attention.contract import Phase
+from minuet.attention.runtime import load
+from minuet.config import AUTO, Options
+from minuet.engine.core import Core, Limits
+from minuet.engine.pages import PagePool
+from minuet.engine.prefix import PrefixCache, lane_salt
+from minuet.engine.runner import Runner
+from minuet.engine.scheduler import Scheduler
+from minuet.errors import ConfigError, IntegrityError
+from minuet.kv.cache import KVCache
+from minuet.log import get_logger
+from minuet.models import registry
+from minuet.models.registry import ModelSource
+from minuet.models.tokenizer import Tokenizer, read_generation_defaults
+from minuet.planning.execution import ExecutionPlan, plan_for
+from minuet.platform import arch as arch_table
+from minuet.platform.detect import detect
+from minuet.platform.torch import device_for
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A prepared engine and what it was prepared from.
+
+    Attributes:
+        core: takes requests and runs steps.
+        plan: what was settled.
+        source: the model.
+        tokenizer: None where the model has none.
+        timings_s: seconds per start-up stage.
+    """
+
+    core: Core
+    plan: ExecutionPlan
+    source: ModelSource
+    tokenizer: Tokenizer | None
+    timings_s: dict[str, float]
+
+
+def start(options: Options, announce: Callable[[str], None] = log.info) -> Engine:
+    """Prepare an engine.
+
+    Args:
+        options: what was asked for.
+        announce: receives the plan's summary, line by line, before weights are read.
+
+    Raises:
+        RefusedError: the configuration cannot be served; nothing was loaded.
+        ConfigError: no such model, arch or value.
+        CheckpointError: the weights are not the model.
+    """
+    clock = _Clock()
+    source = registry.find(options["model"])
+    arch = detect() if options["arch"] == AUTO else arch_table.get(options["arch"])
+    plan = plan_for(options, source.facts, arch)
+    plan.require_runnable()
+    _require_single_rank(plan)
+    device = device_for(arch)
+    for line in plan.summary():
+        announce(line)
+    clock.lap("settle")
+    weights = _weights(source, plan, device)
+    clock.lap("load")
+    cache = KVCache(plan.layer_layouts(), plan.memory.num_pages, device)
+    if cache.num_bytes != plan.memory.kv_bytes:
+        raise IntegrityError(
+            f"the pool took {cache.num_bytes} bytes, the plan says {plan.memory.kv_bytes}"
+        )
+    clock.lap("reserve")
+    # one kernel serves every query length of an operation, so the plan's choices are folded to one
+    choices = {
+        (call.layer_kind, call.op): choice
+        for call, choice in plan.choices.items()
+        if call.phase is Phase.DECODE
+    }
+    model = importlib.import_module(source.package + ".model").Model(
+        source.spec, weights, load(choices)
+    )
+    tokenizer = _tokenizer(source.folder)
+    core = Core(
+        _scheduler(plan, source),
+        Runner(model, cache, plan.config.seed),
+        _limits(plan, source),
+        tokenizer,
+    )
+    clock.lap("prepare")
+    return Engine(core, plan, source, tokenizer, clock.laps)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+
+
+def _require_single_rank(plan: ExecutionPlan) -> None:
+    ranks = plan.config.tensor_parallel_size
+    if ranks > 1:
+        raise ConfigError(
+            "this version runs one rank; more can only be planned for",
+            got=f"--tensor-parallel-size {ranks}",
+            expected="1",
+            remedy="use `minuet explain` to plan, and --tensor-parallel-size 1 to run",
+        )
+
+
+def _weights(source: ModelSource, plan: ExecutionPlan, device: Any) -> Any:
+    config = plan.config
+    if config.load_format == "dummy":
+        dummy = importlib.import_module(source.package + ".dummy")
+        return dummy.dummy_weights(source.spec, config.dtype, device, config.seed)
+    if source.folder is None:
+        raise ConfigError(
+            f"{source.name} is a config without weights",
+            got=f"--load-format {config.load_format}",
+            expected="a checkpoint folder",
+            remedy="name a folder with safetensors, or use --load-format dummy for random weights",
+        )
+    weights = importlib.import_module(source.package + ".weights")
+    return weights.load_weights(source.folder, source.spec, config.dtype, device)
+
+
+def _tokenizer(folder: Path | None) -> Tokenizer | None:
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        log.warning("no tokenizer.json: prompts must be token ids, and answers have no text")
+        return None
+    return Tokenizer.load(folder)
+
+
+def _limits(plan: ExecutionPlan, source: ModelSource) -> Limits:
+    defaults = read_generation_defaults(source.folder, source.spec.eos_token_ids)
+    return Limits(plan.facts.vocab, plan.config.max_logprobs, defaults.eos_token_ids)
+
+
+def _scheduler(plan: ExecutionPlan, source: ModelSource) -> Scheduler:
+    config = plan.config
+    pool = PagePool(plan.memory.num_pages, config.block_size)
+    prefix = None
+    if config.enable_prefix_caching:
+        lanes = {
+            f"{kind.value}.{lane.name.value}": f"{lane.dtype} {layout.form.value}"
+            for kind, layout in plan.layouts.items()
+            for lane in layout.lanes.values()
+        }
+        salt = lane_salt(
+            model_fingerprint=_fingerprint(source, config.load_format, config.seed),
+            lane_dtypes=lanes,
+            page_size=config.block_size,
+        )
+        prefix = PrefixCache(pool, salt)
+    return Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        pool=pool,
+        prefix=prefix,
+        num_speculative_tokens=config.num_speculative_tokens,
+    )
+
+
+def _fingerprint(source: ModelSource, load_format: str, seed: int) -> str:
+    """Names the weights: one cache never outlives its process, so the folder and config suffice."""
+    facts = [str(source.folder), dict(source.config), load_format, seed]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
