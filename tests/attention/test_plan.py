@@ -91,6 +91,15 @@ def test_published_check_values(lengths, capacity, parts):
     assert counts(plan) == parts
 
 
+@pytest.mark.parametrize("num_seqs", [1, 2, 3, 7, 40, 100])
+def test_dealt_parts_never_exceed_the_budget(num_seqs):
+    for budget in (1, num_seqs, num_seqs + 1, 2 * num_seqs - 1, 5 * num_seqs + 3):
+        plan = planned(balanced(num_seqs, budget=budget), [1024] * num_seqs)
+        assert sum(counts(plan)) <= max(num_seqs, budget)
+        # nothing is left over either, until the tiles run out
+        assert sum(counts(plan)) == min(max(num_seqs, budget), 4 * num_seqs)
+
+
 # --- properties ----------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.mutants import catalogue
+from tests.mutants import catalogue, faults
 from tests.mutants.harness import caught
 
 CASES = [
@@ -27,14 +27,14 @@ def test_a_patch_is_undone():
     before = {
         name: vars(owner)[name]
         for owner, name in (
-            (catalogue.plan.DecodePlan, "refresh"),
-            (catalogue.layout.KVLayout, "address"),
-            (catalogue.launch, "_gather"),
+            (faults.plan.DecodePlan, "refresh"),
+            (faults.layout.KVLayout, "address"),
+            (faults.launch, "_gather"),
         )
     }
     for mutant in catalogue.MUTANTS:
         if mutant.id in ("M17", "M21a", "M19"):
             caught(mutant, mutant.killers[0])
-    assert vars(catalogue.plan.DecodePlan)["refresh"] is before["refresh"]
-    assert vars(catalogue.layout.KVLayout)["address"] is before["address"]
-    assert vars(catalogue.launch)["_gather"] is before["_gather"]
+    assert vars(faults.plan.DecodePlan)["refresh"] is before["refresh"]
+    assert vars(faults.layout.KVLayout)["address"] is before["address"]
+    assert vars(faults.launch)["_gather"] is before["_gather"]
