@@ -86,7 +86,7 @@ types: $(STAMP_EXTRAS) ## mypy, strict
 
 .PHONY: contracts
 contracts: $(STAMP_EXTRAS) ## who may import whom (import-linter)
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports --no-logo --no-cache
 
 .PHONY: workflows
 workflows: $(STAMP_EXTRAS) ## the GitHub workflows (jactionlint)
@@ -113,7 +113,7 @@ hooks: $(STAMP_EXTRAS) ## run the quick checks at each commit (pre-commit)
 
 .PHONY: clean
 clean: ## remove the virtual environment and every cache
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up ------------------------------------------------------------------------------------
