@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from minuet.cli import options as cli_options
 from minuet.config import parse_count
-from minuet.errors import ConfigError
+from minuet.errors import ConfigError, Refusal
 from minuet.planning import explain
 from minuet.planning.execution import ExecutionPlan, plan_or_refuse
 from minuet.planning.memory import human_bytes
@@ -160,7 +160,7 @@ def _print_plan(found: dict[str, Any]) -> None:
         console.print("[bold green]SERVABLE[/]")
     else:
         console.print("[bold green]SERVABLE[/] as planned, [bold yellow]NOT RUNNABLE HERE[/]:")
-    for reason, kernels in _grouped(found["obstacles"]):
+    for reason, kernels in explain.group_obstacles(Refusal(**o) for o in found["obstacles"]):
         console.print(f"  {_plain(', '.join(kernels))}: [yellow]{_plain(reason)}[/]")
     step = found["roofline"]
     for table, note in (
@@ -195,15 +195,6 @@ def _by_remedy(
         who = f"{backend}: {', '.join(names)}" if any(names) else backend
         groups.setdefault(remedy, []).append((who, members[0]))
     return sorted(groups.items(), key=lambda group: not group[0])
-
-
-def _grouped(obstacles: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Reasons with the kernels they hold for."""
-    groups: dict[str, list[str]] = {}
-    for obstacle in obstacles:
-        reason = ". ".join(text for text in (obstacle["got"], obstacle["remedy"]) if text)
-        groups.setdefault(reason, []).append(obstacle["kernel"])
-    return list(groups.items())
 
 
 def _plain(text: object) -> str:

@@ -179,22 +179,36 @@ def plan_for(options: Options, facts: ModelFacts, arch: Arch) -> ExecutionPlan:
 
 
 def plan_or_refuse(
-    options: Options, facts: ModelFacts, arch: Arch
+    options: Options,
+    facts: ModelFacts,
+    arch: Arch,
+    *,
+    device_bytes: int | None = None,
+    features: Features = PLAIN,
 ) -> tuple[ExecutionPlan | None, tuple[Refusal, ...]]:
     """As :func:`plan_for`, but the refusals are returned; exactly one of the two is empty.
 
     If settings are refused, kernels and memory are still judged, with the refused settings replaced
     by what their remedies say: one run shows all there is to change.
+
+    Args:
+        options: what was asked for.
+        facts: the model.
+        arch: what to plan for.
+        device_bytes: memory of the device at hand; None takes the arch's.
+        features: what the model's attention asks for beyond sizes.
     """
     config, refusals = resolve_or_refuse(options, facts, arch)
     if config:
-        return settle_or_refuse(config, facts, arch)
+        return settle_or_refuse(config, facts, arch, device_bytes=device_bytes, features=features)
     mended = dict(options.values)
     for refusal in refusals:
         mended[refusal.field] = BY_NAME[refusal.field].checked(refusal.value)
     config, more = resolve_or_refuse(Options(mended, options.sources), facts, arch)
     if config:
-        _, more = settle_or_refuse(config, facts, arch)
+        _, more = settle_or_refuse(
+            config, facts, arch, device_bytes=device_bytes, features=features
+        )
     return None, (*refusals, *(r for r in more if r not in refusals))
 
 
@@ -460,8 +474,12 @@ class _Settling:
             sources["max_model_len"] = Source.PLAN
         if not config.kv_cache_memory or config.kv_cache_pages:
             sources["kv_cache_memory"] = Source.PLAN
+        (backend,) = self.kernels.backends
+        if backend != config.attention_backend:
+            sources["attention_backend"] = Source.ARCH
         return replace(
             config,
+            attention_backend=backend,
             max_model_len=length,
             kv_cache_pages=account.num_pages,
             kv_cache_memory=account.kv_bytes,

@@ -4,6 +4,7 @@
 prints it and other programs read it; :func:`summary` is the dozen lines that start-up prints.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from minuet.attention.contract import LayerKind
@@ -38,10 +39,11 @@ def report(plan: ExecutionPlan, *, batch: int, context: int, query_len: int = 1)
         Only dictionaries, lists, strings, numbers, booleans and None. Sizes in bytes, times in
         seconds; ``servable`` is true, ``runnable`` says whether this version holds every kernel.
     """
+    obstacles = plan.obstacles()
     return {
         "servable": True,
-        "runnable": plan.runnable and not plan.obstacles(),
-        "obstacles": [_refusal(r) for r in plan.obstacles()],
+        "runnable": not obstacles,
+        "obstacles": [_refusal(r) for r in obstacles],
         "model": _model(plan.facts),
         "arch": _arch(plan.arch),
         "backend": plan.backend,
@@ -242,7 +244,18 @@ def summary(plan: ExecutionPlan) -> list[str]:
         f"KV {memory.num_pages} pages of {memory.page_size} tokens = {memory.num_tokens} tokens; "
         f"longest request {memory.max_model_len}, {memory.concurrent_requests} of them at once",
     ]
-    return lines + [f"not runnable here: {obstacle}" for obstacle in plan.obstacles()[:5]]
+    for reason, kernels in group_obstacles(plan.obstacles())[:5]:
+        lines.append(f"not runnable here: {', '.join(kernels)}: {reason}")
+    return lines
+
+
+def group_obstacles(obstacles: Iterable[Refusal]) -> list[tuple[str, list[str]]]:
+    """Each reason with the kernels it holds for."""
+    groups: dict[str, list[str]] = {}
+    for obstacle in obstacles:
+        reason = ". ".join(text for text in (obstacle.got, obstacle.remedy) if text)
+        groups.setdefault(reason, []).append(obstacle.kernel)
+    return list(groups.items())
 
 
 def _kernel_names(plan: ExecutionPlan) -> list[str]:
