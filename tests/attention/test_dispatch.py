@@ -53,10 +53,10 @@ def test_a_repeated_question_costs_less_than_five_microseconds():
     dispatch.choose(DENSE, arch)
     runs = []
     for _ in range(30):
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(60):
             dispatch.choose(DENSE, arch)
-        runs.append((time.perf_counter() - start) / 60)
+        runs.append((time.thread_time() - start) / 60)
     assert median(runs) < 5e-6
 
 

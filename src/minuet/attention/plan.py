@@ -199,15 +199,17 @@ class DecodePlan:
         if num_parts > shape.capacity:
             raise ContractError("parts of a plan", got=num_parts, expected=f"<= {shape.capacity}")
 
-        sequence = np.repeat(np.arange(num_seqs), counts)
-        part = np.arange(num_parts) - (ends - counts)[sequence]
-        first = part * tiles[sequence] // counts[sequence]
-        end = (part + 1) * tiles[sequence] // counts[sequence]
-        split_counts = np.where(counts > 1, counts, 0)
-        first_slot = np.where(
-            counts > 1, np.cumsum(split_counts) - split_counts, -np.minimum(counts, 1)
+        # one entry per sequence: its first slot; one entry per part from here on: whose it is
+        slots_of = np.where(counts > 1, counts, 0)
+        first_slot = np.where(counts > 1, np.cumsum(slots_of) - slots_of, -np.minimum(counts, 1))
+        sequence, of_tiles, of_parts, before, start = np.repeat(
+            np.stack((np.arange(num_seqs), tiles, counts, ends - counts, first_slot)),
+            counts,
+            axis=1,
         )
-        slot = np.where(counts[sequence] > 1, first_slot[sequence] + part, DIRECT)
+        part = np.arange(num_parts) - before
+        first, end = part * of_tiles // of_parts, (part + 1) * of_tiles // of_parts
+        slot = np.where(of_parts > 1, start + part, DIRECT)
         records = np.stack((sequence, first, end, slot), axis=1)
         if shape.longest_first:
             records = records[np.argsort(first - end, kind="stable")]
