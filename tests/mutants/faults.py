@@ -118,13 +118,7 @@ def parts_of_a_fixed_split_from_the_budget(patch: Patch) -> None:
 
 
 def last_tile_lost_in_rounding(patch: Patch) -> None:
-    rewrite(
-        patch,
-        plan.DecodePlan,
-        "refresh",
-        "-(-checked // shape.tile_tokens)",
-        "checked // shape.tile_tokens",
-    )
+    rewrite(patch, plan.DecodePlan, "refresh", "checked + shape.tile_tokens - 1", "checked")
 
 
 def shares_rounded_up_one_by_one(patch: Patch) -> None:

@@ -192,29 +192,28 @@ class DecodePlan:
         shape = self.shape
         checked = self._checked(lengths)
         num_seqs = len(checked)
-        tiles = -(-checked // shape.tile_tokens)
+        tiles = (checked + shape.tile_tokens - 1) // shape.tile_tokens
         counts = shape.part_counts(tiles)
         ends = np.cumsum(counts)
         num_parts = int(ends[-1]) if num_seqs else 0
         if num_parts > shape.capacity:
             raise ContractError("parts of a plan", got=num_parts, expected=f"<= {shape.capacity}")
 
-        # one entry per sequence: its first slot; one entry per part from here on: whose it is
         slots_of = np.where(counts > 1, counts, 0)
         first_slot = np.where(counts > 1, np.cumsum(slots_of) - slots_of, -np.minimum(counts, 1))
-        sequence, of_tiles, of_parts, before, start = np.repeat(
-            np.stack((np.arange(num_seqs), tiles, counts, ends - counts, first_slot)),
-            counts,
-            axis=1,
-        )
-        part = np.arange(num_parts) - before
+        # one entry per part from here on
+        sequence = np.repeat(np.arange(num_seqs), counts)
+        of_tiles, of_parts = tiles[sequence], counts[sequence]
+        part = np.arange(num_parts) - (ends - counts)[sequence]
         first, end = part * of_tiles // of_parts, (part + 1) * of_tiles // of_parts
-        slot = np.where(of_parts > 1, start + part, DIRECT)
-        records = np.stack((sequence, first, end, slot), axis=1)
+        slot = np.where(of_parts > 1, first_slot[sequence] + part, DIRECT)
+        columns: list[Int64Array] = [sequence, first, end, slot]
         if shape.longest_first:
-            records = records[np.argsort(first - end, kind="stable")]
+            order = np.argsort(first - end, kind="stable")
+            columns = [column[order] for column in columns]
 
-        self.work[:num_parts] = records
+        for number, column in enumerate(columns):
+            self.work[:num_parts, number] = column
         self.work[num_parts:] = 0
         self.rows[:num_seqs, 0] = first_slot
         self.rows[:num_seqs, 1] = counts
