@@ -1,4 +1,4 @@
-"""Checkpoint folders for the tests of this folder, written once per session."""
+"""What every test may use: checkpoint folders, written once per session."""
 
 from collections.abc import Callable
 from pathlib import Path
