@@ -1,4 +1,4 @@
-"""What every backend must agree on: cases, poisoned caches, and the comparison with the reference."""
+"""What every backend must agree on: cases, poisoned caches, comparison with the reference."""
 
 from dataclasses import dataclass
 

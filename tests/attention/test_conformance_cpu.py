@@ -124,7 +124,7 @@ def test_mixed_steps_keep_every_row_in_its_place():
 
 
 def test_groups_hold_every_token_once_and_little_padding():
-    lens = tuple(range(1, 400, 7)) + (5000,)
+    lens = (*range(1, 400, 7), 5000)
     world = build(Case(lens, (1,) * len(lens), kv_heads=1, group=1, head_dim=16))
     plan = launch.plan(world.batch, PAGE)
     tokens = torch.cat([g.tokens for g in plan.groups]).sort().values
@@ -202,3 +202,14 @@ def test_index_dtype_is_its_own_and_not_that_of_the_kv_lanes():
     cache, *_ = written(case, [5])
     assert cache.index_k.dtype == torch.bfloat16
     assert torch.isfinite(cache.index_k[0, 5].float()).all()
+
+
+def test_a_tile_stays_within_its_bytes_whatever_the_context(monkeypatch):
+    world = build(replace(SPARSE, lens=(4000,), query_lens=(90,)))
+    plan = launch.plan(world.batch, PAGE)
+    whole = launch.select(world.index_q, world.cache, plan, world.case.selection)
+    monkeypatch.setattr(launch, "_TILE_BYTES", 4 * 2 * 4000 * 7)  # 7 query tokens at this context
+    widths = [t.stop - t.start for t in launch._tiles(plan.groups[0], 4 * 2 * 4000)]
+    assert max(widths) == 7
+    assert sum(widths) == 90
+    assert torch.equal(launch.select(world.index_q, world.cache, plan, world.case.selection), whole)

@@ -16,8 +16,8 @@ class StepBatch:
     Attributes:
         token_ids: [T] int64.
         attention: positions, slots and page tables.
-        sample_rows: [R] int64 rows of T whose logits are drawn from, in the order of the requests
-            that sample.
+        sample_rows: [R] int64 rows of T whose logits are drawn from: per request that samples, the
+            row of its last known token and one per draft, in the order of the requests.
     """
 
     token_ids: Tensor
@@ -48,7 +48,8 @@ def build(step: Step, page_size: int, device: torch.device | str = "cpu") -> Ste
         ]
         tables.append(pages[: -(-stop // page_size)])
         if share.samples:
-            sample_rows.append(len(token_ids) - 1)
+            num_rows = 1 + len(request.draft_token_ids)
+            sample_rows += range(len(token_ids) - num_rows, len(token_ids))
     width = max(map(len, tables))
     table = torch.tensor([t + [-1] * (width - len(t)) for t in tables], dtype=torch.int32)
     attention = AttentionBatch(

@@ -189,8 +189,8 @@ class Core:
         self.scheduler.commit(step, sampled)
         changed = []
         for share, result in zip(step.scheduled, sampled, strict=True):
-            live = self._live.get(share.request.request_id)
-            if live is None or live.request is not share.request:
+            live = self._find(share.request)
+            if live is None:
                 continue  # aborted while the step ran
             self._report(live, share.start, result)
             self._settle(share.request)
@@ -211,30 +211,44 @@ class Core:
             return
         if output.first_token_s is None:
             output.first_token_s = time.perf_counter()
-        output.token_ids.append(result.token_id)
-        if output.logprobs is not None and result.logprobs is not None:
-            output.logprobs.append(result.logprobs)
-        ended_by_id = (
-            live.request.finish_reason is FinishReason.STOP
-            and result.token_id in live.request.stop_ids
-        )
-        if live.detok is not None and not ended_by_id:
-            self._decode(live, result.token_id)
+        # the scheduler decided how many of the drawn tokens count: a stop may come before the last
+        reports = (*result.accepted_logprobs, result.logprobs)
+        known = len(output.token_ids)
+        for token_id, report in zip(live.request.output_token_ids[known:], reports, strict=False):
+            output.token_ids.append(token_id)
+            if output.logprobs is not None and report is not None:
+                output.logprobs.append(report)
+            if live.detok is not None and self._ends_by_text(live, token_id):
+                break
 
-    def _decode(self, live: _Live, token_id: int) -> None:
+    def _ends_by_text(self, live: _Live, token_id: int) -> bool:
+        """Add a token to the text; whether a stop string ended the request with it."""
+        request, output = live.request, live.output
+        is_last = len(output.token_ids) == len(request.output_token_ids)
+        if is_last and request.finish_reason is FinishReason.STOP and token_id in request.stop_ids:
+            return False  # a stop token is no text
         assert live.detok is not None
-        params, request = live.request.params, live.request
-        stop = live.detok.push(token_id)
-        if stop is not None and len(request.output_token_ids) >= params.min_tokens:
-            self.scheduler.finish(request.request_id, FinishReason.STOP, stop)
-        live.output.text = live.detok.visible
+        enough = len(output.token_ids) >= request.params.min_tokens
+        stop = live.detok.push(token_id, may_stop=enough)
+        output.text = live.detok.visible
+        if stop is None:
+            return False
+        if self.scheduler.finish(request.request_id, FinishReason.STOP, stop) is None:
+            # the token that completed it was also the last one allowed
+            request.finish_reason, request.stop_reason = FinishReason.STOP, stop
+        return True
+
+    def _find(self, request: Request) -> _Live | None:
+        """The live entry of this very request: its id may be in use again after an abort."""
+        live = self._live.get(request.request_id)
+        return live if live is not None and live.request is request else None
 
     def _settle(self, request: Request) -> None:
         """Close the output of a request that has ended."""
-        if request.finish_reason is not None:
-            live = self._live.pop(request.request_id, None)
-            if live is not None:
-                self._close(live, request.finish_reason)
+        live = self._find(request)
+        if request.finish_reason is not None and live is not None:
+            del self._live[request.request_id]
+            self._close(live, request.finish_reason)
 
     def _close(self, live: _Live, reason: FinishReason) -> None:
         output = live.output

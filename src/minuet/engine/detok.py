@@ -25,18 +25,25 @@ class Detokenizer:
 
     def __init__(self, stream: TextStream, stop: tuple[str, ...] = ()):
         self._stream, self._stop = stream, stop
-        self._longest = max(map(len, stop), default=0)
         self.text = ""
         self._final = False
 
-    def push(self, token_id: int) -> str | None:
-        """Add a token; returns the stop string it completed, if any (:attr:`text` is then cut)."""
-        return self._append(self._stream.push(token_id))
+    def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
+        """Add a token.
+
+        Args:
+            token_id: the token.
+            may_stop: whether a stop string that it completes counts.
+
+        Returns:
+            The stop string it completed, if any; :attr:`text` is then cut before it.
+        """
+        return self._append(self._stream.push(token_id), may_stop)
 
     def finish(self) -> None:
         """No more tokens: nothing is held back any longer."""
         if not self._final:
-            self._append(self._stream.finish())
+            self._append(self._stream.finish(), may_stop=True)
             self._final = True
 
     @property
@@ -52,14 +59,14 @@ class Detokenizer:
                     break
         return self.text[: len(self.text) - held]
 
-    def _append(self, piece: str) -> str | None:
-        if not piece:
-            return None
-        # a stop string may begin in the old text, at most its own length before the end
-        search_from = max(0, len(self.text) - self._longest + 1)
+    def _append(self, piece: str, may_stop: bool) -> str | None:
+        before = len(self.text)
         self.text += piece
-        hits = [(self.text.find(s, search_from), s) for s in self._stop]
-        found = min((hit for hit in hits if hit[0] >= 0), default=None)
+        if not piece or not may_stop:
+            return None
+        # a stop string must end in the new piece: what lies wholly before has been judged
+        starts = ((self.text.find(s, max(0, before - len(s) + 1)), s) for s in self._stop)
+        found = min((hit for hit in starts if hit[0] >= 0), default=None)
         if found is None:
             return None
         self.text, self._final = self.text[: found[0]], True

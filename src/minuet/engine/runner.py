@@ -1,5 +1,6 @@
 """One device carries out steps: lay out, run the model, draw."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -49,20 +50,20 @@ class Runner:
         """
         batch = build(step, self._page_size)
         hidden = self._model.forward(batch.token_ids, batch.attention, self.cache)
-        sampling = [s.request for s in step.scheduled if s.samples]
-        drawn = iter(
-            sampler.sample(self._model.logits(hidden[batch.sample_rows]), sampling, self._seed)
-            if sampling
-            else ()
-        )
+        rows = [row for s in step.scheduled if s.samples for row in sampler.rows_of(s.request)]
+        drawn = []
+        if rows:
+            drawn = sampler.sample(self._model.logits(hidden[batch.sample_rows]), rows, self._seed)
         results = []
-        first = 0
+        first = first_row = 0
         for share in step.scheduled:
-            result = next(drawn) if share.samples else Sampled(token_id=None)
+            result = Sampled(token_id=None)
+            if share.samples:
+                last_row = first_row + 1 + len(share.request.draft_token_ids)
+                result = sampler.verify(share.request, drawn[first_row:last_row])
+                first_row = last_row
             reports = self._prompt_logprobs(share, hidden[first : first + share.num_tokens])
-            if reports:
-                result = Sampled(result.token_id, result.logprobs, reports, result.error)
-            results.append(result)
+            results.append(replace(result, prompt_logprobs=reports) if reports else result)
             first += share.num_tokens
         return results
 

@@ -4,11 +4,14 @@ Order, as vLLM: log-probabilities are reported of the raw logits; then bias, pen
 minimum length; then temperature; then top-k, top-p and min-p on the tempered distribution.
 
 Draws are stateless: the noise of a token is seeded by (request seed, output position), so that a
-preempted request continues exactly as it would have, and a seeded request repeats exactly.
+preempted request continues exactly as it would have, and a seeded request repeats exactly. It also
+makes verification of drafts exact: each row is drawn as if its drafts were certain, and a draft is
+accepted if it is what the row before it drew.
 """
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,12 +24,70 @@ _NEVER = float("-inf")
 NOT_FINITE = "the model produced non-finite logits for this request"
 
 
-def sample(logits: Tensor, requests: Sequence[Request], engine_seed: int) -> list[Sampled]:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Whose logits a row has, and which drafts it takes for granted.
+
+    Attributes:
+        request: whose.
+        num_drafts: the row follows this many of the request's drafts.
+    """
+
+    request: Request
+    num_drafts: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        """How the request wants its tokens drawn."""
+        return self.request.params
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens before the one this row draws."""
+        return len(self.request.output_token_ids) + self.num_drafts
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Those tokens."""
+        return self.request.output_token_ids + self.request.draft_token_ids[: self.num_drafts]
+
+
+def rows_of(request: Request) -> list[Row]:
+    """The rows a step computes for a request that samples: its last token, then its drafts."""
+    return [Row(request, ahead) for ahead in range(1 + len(request.draft_token_ids))]
+
+
+def verify(request: Request, drawn: Sequence[Sampled]) -> Sampled:
+    """The answer for one request from the draws of its rows.
+
+    Args:
+        request: whose drafts are judged.
+        drawn: one per row of :func:`rows_of`.
+
+    Returns:
+        accepted drafts and the token after them; an error only if a row that counts has one.
+    """
+    for accepted, (result, draft) in enumerate(
+        zip(drawn, [*request.draft_token_ids, None], strict=True)
+    ):
+        if result.error or result.token_id != draft:
+            reports = tuple(r.logprobs for r in drawn[:accepted])
+            return Sampled(
+                result.token_id,
+                result.logprobs,
+                error=result.error,
+                num_accepted=accepted,
+                accepted_logprobs=reports,
+            )
+    raise AssertionError("the last row has no draft to equal")
+
+
+def sample(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> list[Sampled]:
     """Draw one token per row.
 
     Args:
         logits: [R, V] float32; not written.
-        requests: R requests, row by row.
+        rows: what each row is.
         engine_seed: used with the request's arrival number where a request brings no seed.
 
     Returns:
@@ -34,13 +95,13 @@ def sample(logits: Tensor, requests: Sequence[Request], engine_seed: int) -> lis
     """
     finite = torch.isfinite(logits).all(-1)
     safe = logits if bool(finite.all()) else torch.where(finite[:, None], logits, 0.0)
-    shaped = _penalise(safe, requests)
+    shaped = _penalise(safe, rows)
     tokens = shaped.argmax(-1)
-    drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+    drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
-        rows = torch.tensor(drawn)
-        tokens[rows] = _draw(shaped[rows], [requests[row] for row in drawn], engine_seed)
-    logprobs = _logprobs_of(safe, tokens, [r.params.logprobs for r in requests])
+        picked = torch.tensor(drawn)
+        tokens[picked] = _draw(shaped[picked], [rows[index] for index in drawn], engine_seed)
+    logprobs = _logprobs_of(safe, tokens, [row.params.logprobs for row in rows])
     return [
         Sampled(token_id=token, logprobs=report)
         if good
@@ -64,63 +125,62 @@ def prompt_logprobs(logits: Tensor, next_ids: Tensor, top: int) -> tuple[TokenLo
 # --- shaping -------------------------------------------------------------------------------------
 
 
-def _penalise(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+def _penalise(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Logits after bias, penalties and the minimum length; the input where nobody asks for any."""
     shaped = logits
-    for row, request in enumerate(requests):
-        if _is_plain(request):
+    for index, row in enumerate(rows):
+        if _is_plain(row):
             continue
         if shaped is logits:
             shaped = logits.clone()
-        _penalise_row(shaped[row], request)
+        _penalise_row(shaped[index], row)
     return shaped
 
 
-def _is_plain(request: Request) -> bool:
-    params = request.params
+def _is_plain(row: Row) -> bool:
+    params = row.params
     return (
         not params.logit_bias
         and params.presence_penalty == 0.0
         and params.frequency_penalty == 0.0
         and params.repetition_penalty == 1.0
-        and len(request.output_token_ids) >= params.min_tokens
+        and row.num_output >= params.min_tokens
     )
 
 
-def _penalise_row(row: Tensor, request: Request) -> None:
-    params = request.params
+def _penalise_row(logits: Tensor, row: Row) -> None:
+    params, output = row.params, row.output_token_ids
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*request.prompt_token_ids, *request.output_token_ids}))
-        score = row[seen]
-        row[seen] = torch.where(
-            score > 0, score / params.repetition_penalty, score * params.repetition_penalty
-        )
-    if request.output_token_ids and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = torch.tensor(request.output_token_ids).unique(return_counts=True)
-        row[ids] -= params.frequency_penalty * counts + params.presence_penalty
+        seen = torch.tensor(sorted({*row.request.prompt_token_ids, *output}))
+        score, penalty = logits[seen], params.repetition_penalty
+        logits[seen] = torch.where(score > 0, score / penalty, score * penalty)
+    if output and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = torch.tensor(output).unique(return_counts=True)
+        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
     if params.logit_bias:
-        row[torch.tensor(list(params.logit_bias))] += torch.tensor(list(params.logit_bias.values()))
-    if len(request.output_token_ids) < params.min_tokens and request.stop_ids:
-        row[torch.tensor(sorted(request.stop_ids))] = _NEVER
+        bias = torch.tensor(list(params.logit_bias.values()))
+        logits[torch.tensor(list(params.logit_bias))] += bias
+    if row.num_output < params.min_tokens and row.request.stop_ids:
+        logits[torch.tensor(sorted(row.request.stop_ids))] = _NEVER
 
 
 # --- drawing -------------------------------------------------------------------------------------
 
 
-def _draw(logits: Tensor, requests: Sequence[Request], engine_seed: int) -> Tensor:
+def _draw(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> Tensor:
     """[R] int64 from the tempered and filtered distributions."""
-    temperature = torch.tensor([r.params.temperature for r in requests])
-    scaled = _filter(logits / temperature[:, None], [r.params for r in requests])
+    temperature = torch.tensor([row.params.temperature for row in rows])
+    scaled = _filter(logits / temperature[:, None], [row.params for row in rows])
     probabilities = scaled.softmax(-1)
-    noise = torch.stack([_noise(r, engine_seed, logits.shape[1]) for r in requests])
+    noise = torch.stack([_noise(row, engine_seed, logits.shape[1]) for row in rows])
     # argmax of p / Exp(1) is a draw from p (Gumbel-max in the linear domain)
     return (probabilities / noise).argmax(-1)
 
 
-def _noise(request: Request, engine_seed: int, vocab: int) -> Tensor:
-    seed = request.params.seed
-    source = ("request", seed) if seed is not None else ("engine", engine_seed, request.arrival)
-    key = repr((*source, len(request.output_token_ids))).encode()
+def _noise(row: Row, engine_seed: int, vocab: int) -> Tensor:
+    seed = row.params.seed
+    source = ("request", seed) if seed is not None else ("engine", engine_seed, row.request.arrival)
+    key = repr((*source, row.num_output)).encode()
     generator = torch.Generator()
     generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
     return torch.empty(vocab).exponential_(generator=generator).clamp_(min=1e-20)

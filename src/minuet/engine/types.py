@@ -222,6 +222,7 @@ class Sampled:
         prompt_logprobs: of the prompt positions this step computed, when asked for.
         error: set when the request must end.
         num_accepted: drafts accepted before ``token_id``, which then follows the last of them.
+        accepted_logprobs: one entry per accepted draft, when asked for.
     """
 
     token_id: int | None
@@ -229,3 +230,4 @@ class Sampled:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     error: str = ""
     num_accepted: int = 0
+    accepted_logprobs: tuple[TokenLogprobs | None, ...] = ()

@@ -16,7 +16,7 @@ from minuet.planning.model import ModelFacts
 
 _PRESETS = Path(__file__).parent / "presets"
 
-# architecture string -> package with spec.py (parse, facts) and model.py (Model)
+# architecture string -> package with spec.py (parse), facts.py (facts) and model.py (Model)
 _MODELS: Mapping[str, str] = {
     "MiniMaxM3SparseForConditionalGeneration": "minuet.models.m3",
     "MiniMaxM3SparseForCausalLM": "minuet.models.m3",
@@ -73,9 +73,9 @@ def find(name: str) -> ModelSource:
             got=architectures,
             expected="architectures naming one of " + ", ".join(_MODELS),
         )
-    module = importlib.import_module(package + ".spec")
-    spec = module.parse(config)
-    return ModelSource(name, folder, config, package, spec, module.facts(spec, name))
+    spec = importlib.import_module(package + ".spec").parse(config)
+    facts = importlib.import_module(package + ".facts").facts(spec, name)
+    return ModelSource(name, folder, config, package, spec, facts)
 
 
 def _locate(name: str) -> tuple[Path, Path | None]:

@@ -11,6 +11,7 @@ batch of equal shape; the per-layer functions then only gather, multiply and mas
 Memory that holds no token is never multiplied (0 x NaN is NaN): gathered copies are zeroed there.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,8 @@ from minuet.kv.layout import Form, LaneName
 write = kv_write.write
 
 ROWS_MAX_QUERY = 8  # up to this many query tokens per sequence rows are gathered, above it tiled
-TILE = 256  # query tokens per tile: bounds the mask, 256 x 8,192 tokens x 4 KV heads = 32 MiB
+TILE = 256  # query tokens per tile at most; fewer where the context is long, see _tiles
+_TILE_BYTES = 64 * 2**20  # scores or mask of one tile, whatever the context
 _PADDING_LIMIT = 1.3  # a group may gather at most this multiple of the pages it needs
 _NEVER = torch.finfo(
     torch.float32
@@ -140,13 +142,24 @@ def select(index_q: Tensor, cache: LayerCache, plan: Plan, selection: Selection)
     block = cache.layout.page_size
     for group in plan.groups:
         index_k = _gather_index(cache, group)
-        for first in range(0, group.query_len, TILE):
-            last = min(first + TILE, group.query_len)
-            positions = group.positions[:, first:last]
-            tokens = group.tokens.view(-1, group.query_len)[:, first:last].flatten()
+        for tile in _tiles(group, 4 * heads * index_k.shape[0] * index_k.shape[1]):
+            positions = group.positions[:, tile]
+            tokens = group.tokens.view(-1, group.query_len)[:, tile].flatten()
             scores = _block_scores(index_q[tokens], index_k, positions, block)
             chosen[tokens] = _choose(scores, positions // block + 1, selection).flatten(0, 1)
     return chosen
+
+
+def _tiles(group: Group, query_bytes: int) -> Iterator[slice]:
+    """Query tokens, cut so that what is built per query token stays within a fixed size.
+
+    Args:
+        group: whose query tokens.
+        query_bytes: bytes built per query token.
+    """
+    step = min(TILE, max(1, _TILE_BYTES // query_bytes))
+    for first in range(0, group.query_len, step):
+        yield slice(first, min(first + step, group.query_len))
 
 
 def _gather_index(cache: LayerCache, group: Group) -> Tensor:
@@ -268,8 +281,7 @@ def _attend_tiles(
     heads, block = cache.layout.num_kv_heads, cache.layout.page_size
     out = torch.empty(q.shape)
     all_pages, length = group.pages[0], int(group.lens[0])
-    for first in range(0, group.query_len, TILE):
-        tile = slice(first, min(first + TILE, group.query_len))
+    for tile in _tiles(group, 4 * heads * length):
         positions = group.positions[0, tile]
         visible = int(positions[-1]) // block + 1
         wanted, chosen = torch.arange(visible), None
