@@ -3,6 +3,7 @@
 Whatever goes wrong with one request ends that request and nothing else.
 """
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ from typing import Protocol
 from minuet.engine.detok import Detokenizer, TextStream
 from minuet.engine.scheduler import Scheduler
 from minuet.engine.types import (
+    NOT_FINITE,
     FinishReason,
+    GrammarState,
     Request,
     Sampled,
     SamplingParams,
@@ -33,7 +36,12 @@ class Executor(Protocol):
 class TextCodec(Protocol):
     """The part of a tokenizer the loop needs."""
 
-    def stream(self) -> TextStream:
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are left out of the text unless a request wants them."""
+        ...
+
+    def stream(self, *, skip_special: bool = True) -> TextStream:
         """A new incremental decoder."""
         ...
 
@@ -70,6 +78,7 @@ class RequestOutput:
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_preemptions: how often it was recomputed.
         arrived_s: ``time.perf_counter`` at arrival.
+        scheduled_s: when it was first part of a step; None before.
         first_token_s: at the first token; None before.
         finished_s: at the end; None before.
     """
@@ -86,6 +95,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     arrived_s: float = 0.0
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
 
@@ -95,6 +105,7 @@ class _Live:
     request: Request
     output: RequestOutput
     detok: Detokenizer | None
+    hidden_ids: frozenset[int] = frozenset()
 
 
 class Core:
@@ -105,6 +116,9 @@ class Core:
         executor: carries steps out.
         limits: what requests are checked against.
         codec: tokenizer; None serves token ids only.
+
+    Attributes:
+        num_nonfinite: requests ended because their logits were not finite.
     """
 
     def __init__(
@@ -122,6 +136,7 @@ class Core:
         )
         self._live: dict[str, _Live] = {}
         self._arrivals = count()
+        self.num_nonfinite = 0
 
     @property
     def has_work(self) -> bool:
@@ -129,7 +144,13 @@ class Core:
         return self.scheduler.has_work
 
     def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        grammar: GrammarState | None = None,
+        shown_specials: frozenset[int] = frozenset(),
     ) -> RequestOutput:
         """Accept a request.
 
@@ -137,6 +158,8 @@ class Core:
             request_id: not the id of a request that still runs.
             prompt_token_ids: at least one.
             params: how to draw.
+            grammar: what the answer must keep to; used by this request alone.
+            shown_specials: special tokens that appear in the text.
 
         Returns:
             the output that :meth:`step` will update.
@@ -151,6 +174,7 @@ class Core:
             params=params,
             arrival=next(self._arrivals),
             eos_token_ids=self._limits.eos_token_ids,
+            grammar=grammar,
         )
         self.scheduler.add(request)
         output = RequestOutput(request_id, request.prompt_token_ids, arrived_s=time.perf_counter())
@@ -158,8 +182,12 @@ class Core:
             output.logprobs = []
         if params.prompt_logprobs is not None:
             output.prompt_logprobs = [None]
-        detok = Detokenizer(self._codec.stream(), params.stop) if self._codec else None
-        self._live[request_id] = _Live(request, output, detok)
+        live = self._live[request_id] = _Live(request, output, None)
+        if self._codec is not None:
+            stream = self._codec.stream(skip_special=False) if shown_specials else None
+            live.detok = Detokenizer(stream or self._codec.stream(), params.stop)
+            if shown_specials:
+                live.hidden_ids = self._codec.special_ids - shown_specials
         return output
 
     def abort(self, request_id: str) -> None:
@@ -178,6 +206,11 @@ class Core:
         step = self.scheduler.schedule()
         if step is None:
             return []
+        now = time.perf_counter()
+        for share in step.scheduled:
+            live = self._find(share.request)
+            if live is not None and live.output.scheduled_s is None:
+                live.output.scheduled_s = now
         try:
             sampled = self._executor.execute(step)
         except Exception as problem:
@@ -186,6 +219,8 @@ class Core:
             for share in step.scheduled:
                 self._settle(share.request)
             raise
+        sampled = [_checked(result) for result in sampled]
+        self.num_nonfinite += sum(result.error == NOT_FINITE for result in sampled)
         self.scheduler.commit(step, sampled)
         changed = []
         for share, result in zip(step.scheduled, sampled, strict=True):
@@ -218,6 +253,10 @@ class Core:
             output.token_ids.append(token_id)
             if output.logprobs is not None and report is not None:
                 output.logprobs.append(report)
+            grammar = live.request.grammar
+            if grammar is not None and not grammar.accept(token_id):
+                self._fail(live.request, "the drawn token does not fit the grammar")
+                break
             if live.detok is not None and self._ends_by_text(live, token_id):
                 break
 
@@ -228,6 +267,8 @@ class Core:
         if is_last and request.finish_reason is FinishReason.STOP and token_id in request.stop_ids:
             return False  # a stop token is no text
         assert live.detok is not None
+        if token_id in live.hidden_ids:
+            return False
         enough = len(output.token_ids) >= request.params.min_tokens
         stop = live.detok.push(token_id, may_stop=enough)
         output.text = live.detok.visible
@@ -237,6 +278,11 @@ class Core:
             # the token that completed it was also the last one allowed
             request.finish_reason, request.stop_reason = FinishReason.STOP, stop
         return True
+
+    def _fail(self, request: Request, error: str) -> None:
+        request.error = error
+        if self.scheduler.finish(request.request_id, FinishReason.ERROR) is None:
+            request.finish_reason = FinishReason.ERROR
 
     def _find(self, request: Request) -> _Live | None:
         """The live entry of this very request: its id may be in use again after an abort."""
@@ -305,3 +351,10 @@ class Core:
 def _outside(ids: Iterable[object], vocab: int) -> list[object]:
     # ids come from JSON as well: `1.0` and `true` are no token ids
     return [i for i in ids if type(i) is not int or not 0 <= i < vocab]
+
+
+def _checked(result: Sampled) -> Sampled:
+    """A result whose prompt log-probabilities are not finite is an error, as for drawn tokens."""
+    if all(math.isfinite(r.logprob) for r in result.prompt_logprobs if r is not None):
+        return result
+    return Sampled(None, error=NOT_FINITE)

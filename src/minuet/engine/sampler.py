@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minuet.engine.types import Request, Sampled, SamplingParams, TokenLogprobs
+from minuet.engine.types import NOT_FINITE, Request, Sampled, SamplingParams, TokenLogprobs
 
 # R rows, V vocabulary
 
 _NEVER = float("-inf")
-NOT_FINITE = "the model produced non-finite logits for this request"
+NO_TOKEN_LEFT = "no token of the vocabulary continues this answer within its grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +97,25 @@ def sample(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> list[Sample
     safe = logits if bool(finite.all()) else torch.where(finite[:, None], logits, 0.0)
     shaped = _penalise(safe, rows)
     tokens = shaped.argmax(-1)
+    errors = [
+        NOT_FINITE if not good else NO_TOKEN_LEFT if _is_stuck(row, shaped[index]) else ""
+        for index, (row, good) in enumerate(zip(rows, finite.tolist(), strict=True))
+    ]
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         picked = torch.tensor(drawn)
         tokens[picked] = _draw(shaped[picked], [rows[index] for index in drawn], engine_seed)
     logprobs = _logprobs_of(safe, tokens, [row.params.logprobs for row in rows])
     return [
-        Sampled(token_id=token, logprobs=report)
-        if good
-        else Sampled(token_id=None, error=NOT_FINITE)
-        for token, report, good in zip(tokens.tolist(), logprobs, finite.tolist(), strict=True)
+        Sampled(token_id=None, error=error)
+        if error
+        else Sampled(token_id=token, logprobs=report)
+        for token, report, error in zip(tokens.tolist(), logprobs, errors, strict=True)
     ]
+
+
+def _is_stuck(row: Row, logits: Tensor) -> bool:
+    return row.request.grammar is not None and bool((logits == _NEVER).all())
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Tensor, top: int) -> tuple[TokenLogprobs, ...]:
@@ -145,6 +153,7 @@ def _is_plain(row: Row) -> bool:
         and params.frequency_penalty == 0.0
         and params.repetition_penalty == 1.0
         and row.num_output >= params.min_tokens
+        and row.request.grammar is None
     )
 
 
@@ -162,6 +171,8 @@ def _penalise_row(logits: Tensor, row: Row) -> None:
         logits[torch.tensor(list(params.logit_bias))] += bias
     if row.num_output < params.min_tokens and row.request.stop_ids:
         logits[torch.tensor(sorted(row.request.stop_ids))] = _NEVER
+    if row.request.grammar is not None:
+        row.request.grammar.mask(logits, row.request.draft_token_ids[: row.num_drafts])
 
 
 # --- drawing -------------------------------------------------------------------------------------

@@ -1,12 +1,27 @@
 """What flows through the engine: requests in, steps across, outputs out. Plain data, no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
 
 from minuet.errors import RequestError
 
 # S  sequences of a step;  T  query tokens of a step;  V  vocabulary
+
+NOT_FINITE = "the model produced non-finite logits for this request"
+
+
+class GrammarState(Protocol):
+    """Where a request stands in the grammar its answer must keep to; see ``engine/grammar.py``."""
+
+    def mask(self, logits: Any, ahead: Sequence[int] = ()) -> None:
+        """Set the logits of tokens that may not come after ``ahead`` to -inf, maybe all of them."""
+        ...
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a drawn token; False if the grammar does not allow it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +146,7 @@ class Request:
         error: what went wrong when ``finish_reason`` is ERROR.
         stop_reason: the token id or string that ended it.
         eos_token_ids: the model's end-of-sequence tokens.
+        grammar: what the answer must keep to; None: anything.
     """
 
     request_id: str
@@ -147,6 +163,7 @@ class Request:
     error: str = ""
     stop_reason: int | str | None = None
     eos_token_ids: tuple[int, ...] = ()
+    grammar: GrammarState | None = None
 
     @property
     def stop_ids(self) -> frozenset[int]:
