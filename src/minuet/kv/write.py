@@ -7,12 +7,12 @@ with it byte by byte.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minuet.errors import ContractError
 from minuet.kv.cache import LayerCache
 from minuet.kv.layout import Form, KVLayout, LaneName
-from minuet.ops.norm import gemma_rms_norm
 from minuet.ops.quant import quantize_per_token
 from minuet.ops.rope import rotate
 
@@ -74,23 +74,45 @@ def write(
             got=packed.shape[1],
             expected=f"(H + 2K) * D + (K + 1) * I with K*D = {kv_width}, I = {index_dim}",
         )
-    widths = [q_width, kv_width, kv_width]
+    widths = [q_width + kv_width, kv_width]
     if index_dim:
-        widths += [layout.num_kv_heads * index_dim, index_dim]
-    parts = [
-        part.unflatten(1, (-1, layout.head_dim if i < 3 else index_dim))
-        for i, part in enumerate(packed.split(widths, dim=1))
-    ]
-    q = rotate(gemma_rms_norm(parts[0], norms.q, norms.eps), cos, sin)
-    k = rotate(gemma_rms_norm(parts[1], norms.k, norms.eps), cos, sin)
+        widths.append(index_width)
+    parts = packed.split(widths, dim=1)
+    num_q = q_width // layout.head_dim
+    qk = _normed_and_rotated(parts[0], norms.q, norms.k, num_q, norms.eps, cos, sin)
+    v = parts[1].unflatten(1, (-1, layout.head_dim))
     index_q = index_k = None
     if index_dim:
         assert norms.index_q is not None
         assert norms.index_k is not None
-        index_q = rotate(gemma_rms_norm(parts[3], norms.index_q, norms.eps), cos, sin)
-        index_k = rotate(gemma_rms_norm(parts[4], norms.index_k, norms.eps), cos, sin)[:, 0]
-    store(cache, slots, k, parts[2], index_k)
-    return q, index_q
+        heads = layout.num_kv_heads
+        index = _normed_and_rotated(
+            parts[2], norms.index_q, norms.index_k, heads, norms.eps, cos, sin
+        )
+        index_q, index_k = index[:, :heads], index[:, heads]
+    store(cache, slots, qk[:, num_q:], v, index_k)
+    return qk[:, :num_q], index_q
+
+
+def _normed_and_rotated(
+    packed: Tensor,
+    first: Tensor,
+    second: Tensor,
+    num_first: int,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """[T, heads, D] from rows ``[first heads | second heads]``, each kind with its own norm weight.
+
+    The norms share their statistics pass and the rotation: on a CPU a step of few tokens costs what
+    its number of operations costs.
+    """
+    heads = packed.unflatten(1, (-1, first.shape[0]))
+    num_second = heads.shape[1] - num_first
+    gains = 1.0 + torch.cat([first.expand(num_first, -1), second.expand(num_second, -1)])
+    normed = F.rms_norm(heads.float(), first.shape, None, eps) * gains
+    return rotate(normed.to(packed.dtype), cos, sin)
 
 
 def store(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor, index_k: Tensor | None) -> None:

@@ -17,5 +17,5 @@ def swiglu_oai(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
-    up = up.clamp(-limit, limit)
-    return (gate * torch.sigmoid(alpha * gate) * (up + 1.0)).to(gate_up.dtype)
+    shifted = up.clamp(-limit, limit).add_(1.0)
+    return torch.sigmoid(alpha * gate).mul_(gate).mul_(shifted).to(gate_up.dtype)

@@ -1,6 +1,6 @@
 """Gemma RMSNorm: the gain is ``1 + w``."""
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -15,6 +15,4 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [..., width] in the type of ``x``.
     """
-    x32 = x.float()
-    inverse_rms = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return (x32 * inverse_rms * (1.0 + weight)).to(x.dtype)
+    return F.rms_norm(x.float(), weight.shape[-1:], 1.0 + weight, eps).to(x.dtype)

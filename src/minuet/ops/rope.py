@@ -41,10 +41,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         [tokens, heads, head_dim] in the type of ``x``.
     """
     half = cos.shape[-1]
+    out = x.clone()
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
     cos, sin = cos[:, None], sin[:, None]
-    out = torch.empty_like(x)
-    out[..., :half] = a * cos - b * sin
-    out[..., half : 2 * half] = b * cos + a * sin
-    out[..., 2 * half :] = x[..., 2 * half :]
+    out[..., :half] = torch.addcmul(a * cos, b, sin, value=-1.0)
+    out[..., half : 2 * half] = torch.addcmul(b * cos, a, sin)
     return out

@@ -13,6 +13,7 @@ Memory that holds no token is never multiplied (0 x NaN is NaN): gathered copies
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,11 @@ _NEVER = torch.finfo(
 ).min  # not -inf: a row that sees nothing must give zeros, not NaN
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """Sequences with the same number of query tokens and about the same context.
+
+    What follows from it is worked out once per step, not once per layer.
 
     Attributes:
         tokens: [S * q] int64; their query tokens in the step.
@@ -48,7 +51,7 @@ class Group:
         pages: [S, N] int64; pages in order, the dummy page 0 where a sequence has fewer.
         positions: [S, q] int64.
         lens: [S] int64; tokens in the cache including this step's.
-        num_blocks: N.
+        page_size: P.
     """
 
     tokens: Tensor
@@ -56,7 +59,37 @@ class Group:
     pages: Tensor
     positions: Tensor
     lens: Tensor
-    num_blocks: int
+    page_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        """N."""
+        return self.pages.shape[1]
+
+    @cached_property
+    def slot(self) -> Tensor:
+        """[L] int64: position of each gathered slot."""
+        return torch.arange(self.num_blocks * self.page_size)
+
+    @cached_property
+    def stale(self) -> tuple[Tensor, ...]:
+        """Coordinates (sequence, slot) of gathered slots that hold no token."""
+        return (self.slot >= self.lens[:, None]).nonzero(as_tuple=True)
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """[S, q, L] bool: slots that a query token must not see."""
+        return self.slot > self.positions[..., None]
+
+    @cached_property
+    def every_block(self) -> Tensor:
+        """[S, q, N] int32: the visible blocks of each query token, -1 at the tail."""
+        block = torch.arange(self.num_blocks, dtype=torch.int32)
+        return block.where(block <= (self.positions // self.page_size)[..., None], -1)
+
+    def page_heads(self, num_heads: int) -> Tensor:
+        """[S * K * N] int64: ``page * K + head`` of every gathered page."""
+        return (self.pages[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +128,7 @@ def plan(batch: AttentionBatch, page_size: int) -> Plan:
                 pages=batch.page_table[members, :width].long().clamp(min=0),
                 positions=batch.positions[tokens].view(len(members), query_len),
                 lens=torch.tensor([batch.seq_lens[m] for m in members]),
-                num_blocks=width,
+                page_size=page_size,
             )
         )
     return Plan(tuple(groups), batch.num_tokens)
@@ -139,14 +172,19 @@ def select(index_q: Tensor, cache: LayerCache, plan: Plan, selection: Selection)
     """
     num_tokens, heads, _ = index_q.shape
     chosen = torch.full((num_tokens, heads, selection.top_blocks), -1, dtype=torch.int32)
-    block = cache.layout.page_size
     for group in plan.groups:
+        if group.num_blocks <= selection.top_blocks:
+            # everything visible is chosen: nothing to score
+            visible = group.every_block.flatten(0, 1)[:, None].expand(-1, heads, -1)
+            chosen[group.tokens, :, : group.num_blocks] = visible
+            continue
         index_k = _gather_index(cache, group)
         for tile in _tiles(group, 4 * heads * index_k.shape[0] * index_k.shape[1]):
             positions = group.positions[:, tile]
             tokens = group.tokens.view(-1, group.query_len)[:, tile].flatten()
-            scores = _block_scores(index_q[tokens], index_k, positions, block)
-            chosen[tokens] = _choose(scores, positions // block + 1, selection).flatten(0, 1)
+            scores = _block_scores(index_q[tokens], index_k, positions, group.page_size)
+            own = positions // group.page_size
+            chosen[tokens] = _choose(scores, own + 1, selection).flatten(0, 1)
     return chosen
 
 
@@ -164,10 +202,10 @@ def _tiles(group: Group, query_bytes: int) -> Iterator[slice]:
 
 def _gather_index(cache: LayerCache, group: Group) -> Tensor:
     """[S, L, I] float32, zero where no token lies."""
-    lane, block = cache.index_k, cache.layout.page_size
+    lane = cache.index_k
     picked = _take(lane, group.pages.flatten()).view(*group.pages.shape, *lane.shape[1:]).float()
     index_k = picked.flatten(1, 2)
-    _zero_stale(index_k, torch.arange(group.num_blocks * block) >= group.lens[:, None])
+    index_k[group.stale] = 0.0
     return index_k
 
 
@@ -222,7 +260,7 @@ def attend(q: Tensor, cache: LayerCache, plan: Plan, blocks: Tensor | None, scal
         rows, chosen = q[group.tokens], None if blocks is None else blocks[group.tokens]
         if group.query_len > ROWS_MAX_QUERY:
             result = _attend_tiles(rows, cache, group, chosen, scale)
-        elif chosen is None:
+        elif chosen is None or group.num_blocks <= chosen.shape[-1]:
             result = _attend_rows(rows, cache, group, scale)
         else:
             result = _attend_chosen(rows, cache, group, chosen, scale)
@@ -232,25 +270,19 @@ def attend(q: Tensor, cache: LayerCache, plan: Plan, blocks: Tensor | None, scal
 
 def _attend_rows(q: Tensor, cache: LayerCache, group: Group, scale: float) -> Tensor:
     """Every sequence against all its pages. q [S * q, H, D]."""
-    heads, num_seqs = cache.layout.num_kv_heads, group.pages.shape[0]
-    flat = (group.pages[:, None] * heads + torch.arange(heads)[:, None]).flatten()
-    k, v = _gather(cache, flat, num_seqs * heads)
+    heads, num_seqs, dim = cache.layout.num_kv_heads, group.pages.shape[0], q.shape[-1]
+    k, v = _gather(cache, group.page_heads(heads), num_seqs * heads)
     length = k.shape[1]
-    slot = torch.arange(length)
-    stale = slot >= group.lens[:, None]
+    seq, slot = group.stale
     for side in (k, v):
-        _zero_stale(side, stale.repeat_interleave(heads, 0))
+        side.view(num_seqs, heads, length, dim)[seq, :, slot] = 0.0
     # rows of one sequence and KV head: q query tokens x G heads
-    rows = q.float().view(num_seqs, group.query_len, heads, -1, q.shape[-1]).transpose(1, 2)
-    hidden = (slot > group.positions[..., None])[:, None, :, None]
-    scores = torch.bmm(rows.reshape(num_seqs * heads, -1, q.shape[-1]) * scale, k.transpose(1, 2))
-    scores.view(num_seqs, heads, group.query_len, -1, length).masked_fill_(hidden, _NEVER)
+    rows = q.float().view(num_seqs, group.query_len, heads, -1, dim).transpose(1, 2)
+    scores = torch.bmm(rows.reshape(num_seqs * heads, -1, dim) * scale, k.transpose(1, 2))
+    by_token = scores.view(num_seqs, heads, group.query_len, -1, length)
+    by_token.masked_fill_(group.hidden[:, None, :, None], _NEVER)
     result = torch.bmm(scores.softmax(-1), v)
-    return (
-        result.view(num_seqs, heads, group.query_len, -1, q.shape[-1])
-        .transpose(1, 2)
-        .reshape(q.shape)
-    )
+    return result.view(num_seqs, heads, group.query_len, -1, dim).transpose(1, 2).reshape(q.shape)
 
 
 def _attend_chosen(
