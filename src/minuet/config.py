@@ -104,6 +104,45 @@ def _parse_sizes(text: object) -> tuple[int, ...]:
     return sizes
 
 
+def _parse_names(text: object) -> tuple[str, ...]:
+    parts = text if isinstance(text, list | tuple) else str(text).split(",")
+    return tuple(name for part in parts if (name := str(part).strip()))
+
+
+class Secret(str):
+    """A text that is not shown: printing gives stars, ``reveal`` the text."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "***"
+
+    __repr__ = __str__
+
+    def reveal(self) -> bytes:
+        """The text, to compare with."""
+        return self.encode()
+
+
+def _parse_secrets(text: object) -> tuple[Secret, ...]:
+    names = [text] if isinstance(text, Secret) else _parse_names(text)
+    return tuple(Secret(name) for name in names)
+
+
+def _parse_json_object(text: object) -> str:
+    value = text if isinstance(text, dict) else json.loads(str(text))
+    if not isinstance(value, dict):
+        raise TypeError(text)
+    return json.dumps(value, sort_keys=True)
+
+
+def _parse_seconds(text: object) -> float:
+    value = float(str(text))
+    if not 0.0 <= value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
 def _parse_text(text: object) -> str:
     return str(text)
 
@@ -170,6 +209,7 @@ def _choice(
     return Setting(name, (flag,), _parse_text, default, ", ".join(choices), text, group, choices)
 
 
+_SECONDS = "seconds"
 _COUNT, _BYTES = "a count (8k = 8,000, 8K = 8,192)", "bytes (512MiB, 4GiB, 1GB)"
 
 SETTINGS: tuple[Setting, ...] = (
@@ -375,6 +415,185 @@ SETTINGS: tuple[Setting, ...] = (
         "largest number of alternatives a request may ask for per token",
         "scheduler",
     ),
+    Setting(
+        "host",
+        ("--host",),
+        _parse_text,
+        "127.0.0.1",
+        "an address or a host name",
+        "address to listen on; 0.0.0.0 opens the server to the network",
+        "server",
+    ),
+    Setting(
+        "port",
+        ("--port",),
+        parse_count,
+        8000,
+        "a port number; 0 takes a free one",
+        "port to listen on",
+        "server",
+    ),
+    Setting(
+        "api_key",
+        ("--api-key",),
+        _parse_secrets,
+        (),
+        "keys separated by commas",
+        "bearer tokens of which clients must send one; health, metrics and the page stay open",
+        "server",
+    ),
+    Setting(
+        "served_model_name",
+        ("--served-model-name",),
+        _parse_names,
+        (),
+        "names separated by commas",
+        "names that clients may use for the model, the first is shown; none: the model as given",
+        "server",
+    ),
+    Setting(
+        "chat_template",
+        ("--chat-template",),
+        _parse_text,
+        "",
+        "a Jinja file",
+        "chat template; none: the one of the model",
+        "server",
+    ),
+    Setting(
+        "default_chat_template_kwargs",
+        ("--default-chat-template-kwargs",),
+        _parse_json_object,
+        "{}",
+        "a JSON object",
+        "chat template variables of requests that do not set them",
+        "server",
+    ),
+    Setting(
+        "reasoning_parser",
+        ("--reasoning-parser",),
+        _parse_text,
+        "model",
+        "model, none, or the name of a parser",
+        "sets reasoning apart from the answer; model: the one the model brings",
+        "server",
+    ),
+    Setting(
+        "tool_call_parser",
+        ("--tool-call-parser",),
+        _parse_text,
+        "model",
+        "model, none, or the name of a parser",
+        "reads tool calls out of the answer; model: the one the model brings",
+        "server",
+    ),
+    Setting(
+        "enable_auto_tool_choice",
+        ("--enable-auto-tool-choice",),
+        _parse_bool,
+        True,
+        "on or off",
+        "let requests bring tools; off: they are refused",
+        "server",
+    ),
+    _choice(
+        "generation_config",
+        "--generation-config",
+        ("model", "none"),
+        "model",
+        "server",
+        "sampling defaults: those of the model's generation_config.json, or the API's own",
+    ),
+    Setting(
+        "max_num_queued_reqs",
+        ("--max-num-queued-reqs", "--max-queued-requests"),
+        _parse_positive,
+        1024,
+        _COUNT,
+        "requests that may wait; further ones are answered 429 at once",
+        "server",
+    ),
+    Setting(
+        "max_num_queued_tokens",
+        ("--max-num-queued-tokens",),
+        _parse_positive,
+        8 * 2**20,
+        _COUNT,
+        "prompt tokens of waiting requests; beyond, answered 429 at once",
+        "server",
+    ),
+    Setting(
+        "max_body_size",
+        ("--max-body-size",),
+        parse_bytes,
+        32 * 2**20,
+        _BYTES,
+        "largest request body; beyond, answered 413 without reading it",
+        "server",
+    ),
+    Setting(
+        "body_timeout",
+        ("--body-timeout",),
+        _parse_seconds,
+        30.0,
+        _SECONDS,
+        "longest time for a client to send its request",
+        "server",
+    ),
+    Setting(
+        "write_timeout",
+        ("--write-timeout",),
+        _parse_seconds,
+        60.0,
+        _SECONDS,
+        "longest time a client may take to read a part of its answer; then the request is aborted",
+        "server",
+    ),
+    Setting(
+        "request_timeout",
+        ("--request-timeout",),
+        _parse_seconds,
+        3600.0,
+        _SECONDS,
+        "longest time a request may take in all; then it is aborted",
+        "server",
+    ),
+    Setting(
+        "drain_timeout",
+        ("--drain-timeout",),
+        _parse_seconds,
+        60.0,
+        _SECONDS,
+        "longest time requests may go on after SIGTERM; then they are aborted",
+        "server",
+    ),
+    Setting(
+        "step_timeout",
+        ("--step-timeout",),
+        _parse_seconds,
+        0.0,
+        "seconds; 0 decides by arch",
+        "a longer step is stuck: requests fail, the engine restarts; 0: 4 s on a GPU, 60 s on cpu",
+        "server",
+    ),
+    Setting(
+        "engine_restarts",
+        ("--engine-restarts",),
+        parse_count,
+        3,
+        "a count",
+        "times within ten minutes that a dead engine is started again before the server gives up",
+        "server",
+    ),
+    Setting(
+        "access_log",
+        ("--access-log",),
+        _parse_bool,
+        False,
+        "on or off",
+        "one line per request to stderr",
+        "server",
+    ),
 )
 
 BY_NAME: Mapping[str, Setting] = MappingProxyType({s.name: s for s in SETTINGS})
@@ -478,6 +697,26 @@ class Config:
     enforce_eager: bool
     batch_invariant: bool
     max_logprobs: int
+    host: str
+    port: int
+    api_key: tuple[Secret, ...]
+    served_model_name: tuple[str, ...]
+    chat_template: str
+    default_chat_template_kwargs: str
+    reasoning_parser: str
+    tool_call_parser: str
+    enable_auto_tool_choice: bool
+    generation_config: str
+    max_num_queued_reqs: int
+    max_num_queued_tokens: int
+    max_body_size: int
+    body_timeout: float
+    write_timeout: float
+    request_timeout: float
+    drain_timeout: float
+    step_timeout: float
+    engine_restarts: int
+    access_log: bool
     sources: Mapping[str, Source]
 
     def describe(self) -> list[tuple[str, str, str]]:

@@ -174,7 +174,8 @@ PIECES = st.sampled_from(
     [
         THINK, END_THINK, NS, "<tool_call>", "</tool_call>", '<invoke name="weather">', "</invoke>",
         "<city>", "</city>", "<days>", "</days>", "<item>", "</item>", "1", "true", "x", " ", "\n",
-        "<", ">", "]<]", "<mm:", "think>", "é", "}", '"', "\x00", calls(call("ping", tag("a", "1"))),
+        "<", ">", "]<]", "<mm:", "think>", "é", "}", '"', "\x00",
+        calls(call("ping", tag("a", "1"))),
     ]
 )  # fmt: skip
 

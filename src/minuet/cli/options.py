@@ -15,8 +15,13 @@ from minuet.platform import arch as arch_table
 from minuet.platform.arch import Arch
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the positional MODEL, ``--config FILE`` and a flag per setting."""
+def add_settings(parser: argparse.ArgumentParser, *, server: bool = False) -> None:
+    """Add the positional MODEL, ``--config FILE`` and a flag per setting.
+
+    Args:
+        parser: of the sub-command.
+        server: include the settings of the HTTP server, which mean nothing elsewhere.
+    """
     parser.add_argument(
         "model_name",
         metavar="MODEL",
@@ -31,6 +36,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
     for setting in SETTINGS:
+        if setting.group == "server" and not server:
+            continue
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(setting.group)
         _add(groups[setting.group], setting)
@@ -58,10 +65,11 @@ def describe_default(setting: Setting) -> str:
     """What happens without the flag, for people."""
     if setting.is_switch:
         return f"Default: {'on' if setting.default else 'off'}"
-    if setting.default == "":
+    if setting.name == "model":
         return "Required"
     accepts = "" if setting.choices else f"; accepts {setting.accepts}"
-    return f"Default: {setting.default}{accepts}"
+    default = "none" if setting.default in ("", ()) else setting.default
+    return f"Default: {default}{accepts}"
 
 
 def read(args: argparse.Namespace) -> Options:
@@ -70,7 +78,7 @@ def read(args: argparse.Namespace) -> Options:
     Raises:
         ConfigError: a value that is not accepted, an unreadable file, or no model.
     """
-    flags = {setting.name: getattr(args, setting.name) for setting in SETTINGS}
+    flags = {setting.name: getattr(args, setting.name, None) for setting in SETTINGS}
     if args.model_name is not None:
         if flags["model"] is not None and flags["model"] != args.model_name:
             raise ConfigError(

@@ -119,6 +119,9 @@ class Core:
 
     Attributes:
         num_nonfinite: requests ended because their logits were not finite.
+        last_step_tokens: query tokens of the last step.
+        last_decode: (requests, their tokens in the cache, seconds) of the last step that only
+            decoded; zeros before the first.
     """
 
     def __init__(
@@ -136,7 +139,18 @@ class Core:
         )
         self._live: dict[str, _Live] = {}
         self._arrivals = count()
-        self.num_nonfinite = 0
+        self.num_nonfinite = self.last_step_tokens = 0
+        self.last_decode = (0, 0, 0.0)
+
+    @property
+    def codec(self) -> TextCodec | None:
+        """The tokenizer, None where there is none."""
+        return self._codec
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self._limits.eos_token_ids
 
     @property
     def has_work(self) -> bool:
@@ -219,6 +233,7 @@ class Core:
             for share in step.scheduled:
                 self._settle(share.request)
             raise
+        self._note(step, time.perf_counter() - now)
         sampled = [_checked(result) for result in sampled]
         self.num_nonfinite += sum(result.error == NOT_FINITE for result in sampled)
         self.scheduler.commit(step, sampled)
@@ -232,6 +247,12 @@ class Core:
             if result.token_id is not None or live.output.finish_reason is not None:
                 changed.append(live.output)
         return changed
+
+    def _note(self, step: Step, seconds: float) -> None:
+        self.last_step_tokens = step.num_tokens
+        if step.num_decodes == len(step.scheduled):
+            tokens = sum(share.start + share.num_tokens for share in step.scheduled)
+            self.last_decode = (step.num_decodes, tokens, seconds)
 
     # --- one request -----------------------------------------------------------------------------
 

@@ -49,7 +49,8 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag="configure"):
     def of(cls, options: Options, factory: str) -> "Configure":
         """The message for these options."""
         sources = {name: source.value for name, source in options.sources.items()}
-        return cls(dict(options.values), sources, factory)
+        # keys are the server's business alone
+        return cls({**options.values, "api_key": ()}, sources, factory)
 
     def options(self) -> Options:
         """The options again; lists become the tuples they were."""
@@ -96,7 +97,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
     Attributes:
         pid: of the engine process.
-        max_model_len: prompt and output tokens of one request.
+        max_model_len: prompt and output tokens of one request, that also fit the pages.
         vocab_size: token ids are below it.
         num_pages: KV pages that requests can use.
         settings: rows (setting, value, source).

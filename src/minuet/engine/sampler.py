@@ -107,9 +107,7 @@ def sample(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> list[Sample
         tokens[picked] = _draw(shaped[picked], [rows[index] for index in drawn], engine_seed)
     logprobs = _logprobs_of(safe, tokens, [row.params.logprobs for row in rows])
     return [
-        Sampled(token_id=None, error=error)
-        if error
-        else Sampled(token_id=token, logprobs=report)
+        Sampled(token_id=None, error=error) if error else Sampled(token_id=token, logprobs=report)
         for token, report, error in zip(tokens.tolist(), logprobs, errors, strict=True)
     ]
 

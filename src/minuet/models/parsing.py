@@ -1,4 +1,4 @@
-"""What a model writes, taken apart: reasoning, answer, tool calls. The interface; models implement it.
+"""What a model writes, taken apart: reasoning, answer, tool calls. Models implement it.
 
 A parser is a state machine over text that arrives in pieces of any size. Two promises, which tests
 hold for every dialect: the cut between pieces does not change the result, and no marker of the
@@ -92,7 +92,7 @@ class Dialect(Protocol):
 
         Args:
             in_reasoning: see :meth:`starts_in_reasoning`.
-            reasoning: whether reasoning is set apart; else its markers are dropped and it is answer.
+            reasoning: whether reasoning is set apart; else only its markers are dropped.
             tools: parameter schemas by function name; None: tool calls are ordinary text.
         """
         ...

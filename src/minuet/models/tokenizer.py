@@ -75,6 +75,11 @@ class Tokenizer:
         """Ids are below this; the model's logits may have more columns."""
         return len(self._bytes)
 
+    @property
+    def added_texts(self) -> tuple[str, ...]:
+        """Tokens that are matched in a text before it is split: turn markers and the like."""
+        return tuple(t.content for t in self._inner.get_added_tokens_decoder().values())
+
     def token_id(self, text: str) -> int | None:
         """Id of the token written exactly so, None if there is none."""
         found: int | None = self._inner.token_to_id(text)

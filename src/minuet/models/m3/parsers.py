@@ -465,7 +465,7 @@ class M3Dialect:
                 param="reasoning_effort",
                 got=effort,
                 expected="none or high",
-                remedy="or chat_template_kwargs {'thinking_mode': 'enabled' | 'disabled' | 'adaptive'}",
+                remedy="or set thinking_mode in chat_template_kwargs",
             )
         return {"thinking_mode": modes[effort]}
 

@@ -1,0 +1,114 @@
+"""What a prepared engine says about itself: the first report, and gauges while it runs."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from minuet.engine import ipc
+from minuet.engine.start import Engine
+from minuet.planning import explain, roofline
+
+_REPORT_CONTEXT = 8192  # tokens per request in the roofline that the report shows
+
+
+def ready_report(engine: Engine) -> ipc.Ready:
+    """What the server needs to know before the first request."""
+    plan = engine.plan
+    config, pool = plan.config, engine.core.scheduler.pool
+    context = min(_REPORT_CONTEXT, config.max_model_len)
+    report = explain.report(plan, batch=min(16, config.max_num_seqs), context=context)
+    return ipc.Ready(
+        pid=os.getpid(),
+        # the last token drawn is never written to a page
+        max_model_len=min(config.max_model_len, pool.capacity * pool.page_size + 1),
+        vocab_size=plan.facts.vocab,
+        num_pages=pool.capacity,
+        settings=config.describe(),
+        report=ipc.plain(report),
+        timings_s=engine.timings_s,
+    )
+
+
+def gauges_of(engine: Engine) -> Callable[[], dict[str, Any]]:
+    """A function that reads the gauges; cheap enough to call after every step."""
+    memory, compilations = _memory_reader(engine), _compilation_counter()
+    memory_at_ready, compiled_at_ready = memory(), compilations()
+    bandwidth = _Bandwidth(engine)
+
+    def gauges() -> dict[str, Any]:
+        return {
+            "compilations": compilations() - compiled_at_ready,
+            "growth_bytes": max(0, memory() - memory_at_ready),
+            "bandwidth": bandwidth(),
+        }
+
+    return gauges
+
+
+def _memory_reader(engine: Engine) -> Callable[[], int]:
+    """Bytes of device memory the process has taken; a CPU has no allocator to ask."""
+    if not engine.plan.arch.is_gpu:
+        return lambda: 0
+    import torch
+
+    return lambda: int(torch.cuda.memory_reserved())
+
+
+def _compilation_counter() -> Callable[[], int]:
+    """Graphs that torch's compiler and kernels that Triton made so far in this process."""
+
+    def count() -> int:
+        # a compiler that was never imported has compiled nothing, and importing it takes seconds
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        graphs = int(dynamo.counters["stats"].get("unique_graphs", 0)) if dynamo else 0
+        return graphs + _triton_kernels()
+
+    return count
+
+
+def _triton_kernels() -> int:
+    """Kernels in Triton's own caches of this process, over all its JIT functions loaded."""
+    jit = sys.modules.get("triton.runtime.jit")
+    if jit is None:
+        return 0
+    functions = (
+        value
+        for name, module in list(sys.modules.items())
+        if name.startswith("minuet.attention.backends") and module is not None
+        for value in list(vars(module).values())
+    )
+    found = {id(f): f for f in functions if isinstance(f, jit.JITFunction)}
+    caches = (cache[0] for f in found.values() for cache in f.device_caches.values())
+    return sum(len(cache) for cache in caches)
+
+
+class _Bandwidth:
+    """Bytes/s that the last decode step must at least have moved, by the plan's own account."""
+
+    def __init__(self, engine: Engine):
+        self._core, plan = engine.core, engine.plan
+        self._facts = plan.facts
+        self._storage = roofline.Storage(
+            kv_dtype=plan.config.kv_cache_dtype,
+            index_dtype=plan.config.index_kv_cache_dtype,
+            weights=plan.config.dtype.value,
+            ranks=plan.config.tensor_parallel_size,
+        )
+        self._bytes: dict[tuple[int, int], float] = {}
+        self._value = 0.0
+
+    def __call__(self) -> float:
+        core = self._core
+        batch, tokens, seconds = core.last_decode
+        if batch and seconds > 0.0:
+            # whole pages: few different keys, and the account of each is made once
+            context = max(1, tokens // batch // 128 * 128)
+            key = (batch, context)
+            if key not in self._bytes:
+                if len(self._bytes) > 4096:
+                    self._bytes.clear()
+                step = roofline.decode(self._facts, self._storage, batch=batch, context=context)
+                self._bytes[key] = step.bytes
+            self._value = self._bytes[key] / seconds
+        return self._value
