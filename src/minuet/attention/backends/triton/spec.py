@@ -29,7 +29,8 @@ HEAD_DIMS = one_of(64, 128)
 PAGE_SIZES = one_of(16, 32, 64, 128, 256)
 SELECT_PAGE_SIZES = one_of(64, 128)  # one program scores a page of index keys as one tile
 MAX_GROUP = 16  # the query vectors of a KV head fill one matrix instruction
-QUERY_LENS = up_to(8)
+MAX_QUERY_LEN = 8
+QUERY_LENS = up_to(MAX_QUERY_LEN)
 MAX_TOP_BLOCKS = 16  # the list of a row is one vector
 
 SPLIT = SplitPolicy(

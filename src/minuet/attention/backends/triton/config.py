@@ -1,0 +1,162 @@
+"""Tuning numbers of the Triton kernels, as data: one row per family of chips.
+
+sm90: measured on one H200, 2026-11, benchmarks/results/h200/ (docs/kernels.md says which run chose
+what). Every other row is chosen so that the kernels fit the chip; nobody has timed them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How one kernel is launched.
+
+    Attributes:
+        tile: tokens per step of its loop, at most; a smaller page lowers it where it must.
+        warps: warps (waves) per program.
+        stages: depth of the load pipeline; n holds n - 1 tiles in shared memory.
+    """
+
+    tile: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How parts are merged: channels of a program, parts taken at once, warps."""
+
+    width: int
+    chunk: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A family of chips.
+
+    Attributes:
+        pairs: FP8 is read as 16-bit pairs and converted by instructions (NVIDIA, sm_89 on).
+        fp8_operand: 16-bit type of matrix operands made from FP8.
+        pdl: launches may overlap their prologue with the kernel before (programmatic dependent
+            launch).
+        min_columns: narrowest matrix operand.
+        dense: decode over everything, BF16 or FP16 cache.
+        dense_fp8: the same, FP8 cache.
+        blocks: attention of a row over its chosen blocks, 16-bit cache.
+        blocks_fp8: the same, FP8 cache.
+        prefill: a tile of query tokens against everything, 16-bit cache.
+        prefill_fp8: the same, FP8 cache.
+        prefill_vectors: query vectors (tokens x group) of a prefill tile.
+        score: block scores, decode.
+        score_parts_per_unit: parts of scoring per compute unit, over all KV heads.
+        score_prefill: block scores, many query tokens.
+        score_vectors: query vectors (tokens x index heads) of a prefill score tile.
+        merge: merge of parts, few rows.
+        merge_many: merge of parts, more rows than ``merge_few_rows``.
+        merge_few_rows: rows (sequence x KV head) up to which there are few.
+        few_blocks: blocks up to which a row ranks all against all.
+        many_blocks: blocks taken at once beyond.
+        one_part_tiles: tiles of all sequences per compute unit up to which a unit gets one part of
+            dense decode, not ``SplitPolicy.parts_per_unit``.
+        row_parts_per_unit: parts per compute unit that sparse decode rows are divided into, at most.
+        interpreted: runs in Triton's interpreter: matrix operands are FP32, which it gets right.
+    """
+
+    pairs: bool
+    fp8_operand: str
+    pdl: bool
+    min_columns: int
+    dense: Tuning
+    dense_fp8: Tuning
+    blocks: Tuning
+    blocks_fp8: Tuning
+    prefill: Tuning
+    prefill_fp8: Tuning
+    prefill_vectors: int
+    score: Tuning
+    score_parts_per_unit: int
+    score_prefill: Tuning
+    score_vectors: int
+    merge: Merge
+    merge_many: Merge
+    merge_few_rows: int = 8
+    few_blocks: int = 128
+    many_blocks: int = 1024
+    one_part_tiles: int = 12
+    row_parts_per_unit: int = 2
+    interpreted: bool = False
+    options: Mapping[str, int] = field(default_factory=dict)
+
+
+_NVIDIA = Target(
+    pairs=True,
+    fp8_operand="fp16",
+    pdl=True,
+    min_columns=8,
+    dense=Tuning(128, 4, 3),
+    dense_fp8=Tuning(128, 4, 3),
+    blocks=Tuning(128, 4, 3),
+    blocks_fp8=Tuning(128, 4, 3),
+    prefill=Tuning(64, 8, 3),
+    prefill_fp8=Tuning(64, 8, 3),
+    prefill_vectors=128,
+    score=Tuning(128, 4, 4),
+    score_parts_per_unit=2,
+    score_prefill=Tuning(128, 4, 3),
+    score_vectors=64,
+    merge=Merge(32, 64, 4),
+    merge_many=Merge(128, 16, 2),
+)
+
+# Ampere: no FP8, no programmatic dependent launch; 163 KiB of shared memory.
+_SM80 = replace(_NVIDIA, pairs=False, pdl=False)
+
+# 99 KiB of shared memory: shallower pipelines.
+_SM120 = replace(
+    _NVIDIA,
+    dense=Tuning(64, 4, 3),
+    blocks=Tuning(64, 4, 3),
+    score=Tuning(128, 4, 3),
+    prefill=Tuning(64, 8, 2),
+)
+
+# AMD: 64 KiB of LDS on gfx942; the compiler's own pipelining.
+_AMD = Target(
+    pairs=False,
+    fp8_operand="bf16",
+    pdl=False,
+    min_columns=16,
+    dense=Tuning(64, 4, 2),
+    dense_fp8=Tuning(64, 4, 2),
+    blocks=Tuning(64, 4, 2),
+    blocks_fp8=Tuning(64, 4, 2),
+    prefill=Tuning(32, 4, 1),
+    prefill_fp8=Tuning(32, 4, 1),
+    prefill_vectors=64,
+    score=Tuning(128, 4, 2),
+    score_parts_per_unit=2,
+    score_prefill=Tuning(128, 4, 1),
+    score_vectors=32,
+    merge=Merge(32, 32, 4),
+    merge_many=Merge(128, 16, 2),
+)
+
+_INTERPRETER = replace(
+    _NVIDIA, pairs=False, pdl=False, fp8_operand="fp32", interpreted=True, many_blocks=256
+)
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        "cpu": _INTERPRETER,
+        "sm80": _SM80,
+        "sm90": _NVIDIA,
+        "sm100": _NVIDIA,
+        "sm120": _SM120,
+        "gfx942": _AMD,
+        "gfx950": _AMD,
+        "gfx1250": _AMD,
+    }
+)

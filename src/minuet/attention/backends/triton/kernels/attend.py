@@ -1,0 +1,384 @@
+"""Attention over pages: dense by a plan, over chosen blocks, dense prefill, and the merge of parts."""
+
+import triton
+import triton.language as tl
+
+from minuet.attention.backends.triton.kernels.choose import choose_blocks
+from minuet.attention.backends.triton.kernels.common import (
+    LOWEST,
+    attend_tile,
+    let_next_start,
+    load_queries,
+    store_output,
+    store_partial,
+    wait_for_previous,
+)
+
+# M query vectors of a work item (query tokens x group, padded), C channels per operand (half of D
+# with PAIRS), TILE tokens. Offsets of pages are 64-bit: a pool can hold more than 2**31 elements.
+
+
+@triton.jit
+def stream(
+    q_even, q_odd, top, total, out_even, out_odd,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    table_ptr,  # int32, pages of this sequence
+    stride_k_page, stride_v_page, stride_scale_page,
+    first, end,  # tiles
+    length,  # tokens of the context that some row sees
+    row_end,  # [M] tokens that a row sees
+    score_scale,
+    STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, OPERAND: tl.constexpr,
+    SCALED: tl.constexpr, PAIRS: tl.constexpr, ROW_MASK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles ``first .. end - 1`` of one sequence and KV head."""
+    within = tl.arange(0, TILE)
+    # The page id is one tile ahead of its use: one dependent load less in the loop.
+    page = tl.load(table_ptr + first * TILE // PAGE)
+    for tile in tl.range(first, end, num_stages=STAGES):
+        token = tile * TILE + within
+        valid = token < length
+        if PAGE >= TILE:
+            ahead = tl.load(table_ptr + tl.minimum(tile + 1, end - 1) * TILE // PAGE)
+            slot = tile * TILE % PAGE
+            k_base = k_ptr + page.to(tl.int64) * stride_k_page + slot * STRIDE_K_TOKEN
+            v_base = v_ptr + page.to(tl.int64) * stride_v_page + slot * STRIDE_V_TOKEN
+            k_scale_base, v_scale_base = k_scale_ptr, v_scale_ptr
+            if SCALED:
+                k_scale_base += page.to(tl.int64) * stride_scale_page + slot
+                v_scale_base += page.to(tl.int64) * stride_scale_page + slot
+            k_offset = within * STRIDE_K_TOKEN
+            v_offset = within * STRIDE_V_TOKEN
+            scale_offset = within
+            page = ahead
+        else:
+            pages = tl.load(table_ptr + token // PAGE, mask=valid, other=0).to(tl.int64)
+            slot = token % PAGE
+            k_base, v_base = k_ptr, v_ptr
+            k_scale_base, v_scale_base = k_scale_ptr, v_scale_ptr
+            k_offset = pages * stride_k_page + slot * STRIDE_K_TOKEN
+            v_offset = pages * stride_v_page + slot * STRIDE_V_TOKEN
+            scale_offset = pages * stride_scale_page + slot
+        top, total, out_even, out_odd = attend_tile(
+            q_even, q_odd, top, total, out_even, out_odd,
+            k_base, v_base, k_scale_base, v_scale_base,
+            k_offset, v_offset, scale_offset,
+            valid, row_end - tile * TILE, score_scale,
+            C, TILE, OPERAND, SCALED, PAIRS, ROW_MASK,
+        )  # fmt: skip
+    return top, total, out_even, out_odd
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "stride_slot", "query_len"],
+    do_not_specialize_on_alignment=["work_ptr", "lengths_ptr", "table_ptr"],
+)
+def attend_dense(
+    q_ptr,  # [T, H, D]
+    out_ptr,  # [T, H, D]
+    k_ptr,  # [N, K, P, D], PAIRS: int16 view, half as wide
+    v_ptr,
+    k_scale_ptr,  # [N, K, P] FP32; SCALED only
+    v_scale_ptr,
+    partial_ptr,  # [K, slots, vectors, D] FP32
+    lse_ptr,  # [K, slots, vectors] FP32
+    work_ptr,  # [capacity, 4] int32: sequence, first tile, end tile, slot
+    lengths_ptr,  # [sequences] int32
+    table_ptr,  # [sequences, pages] int32
+    stride_q_token, stride_q_head,
+    stride_k_page, stride_k_head,
+    stride_v_page, stride_v_head,
+    stride_scale_page, stride_scale_head,
+    stride_table,
+    stride_slot,  # slots: partial results per KV head
+    query_len,
+    score_scale,
+    STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    PLAN_TILE: tl.constexpr,  # tokens per tile of the plan; a multiple of TILE
+    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, ROW_MASK: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One part of one sequence and KV head; all query tokens of the sequence together."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(work_ptr + item * 4).to(tl.int64)
+    first = tl.load(work_ptr + item * 4 + 1)
+    end = tl.load(work_ptr + item * 4 + 2)
+    slot = tl.load(work_ptr + item * 4 + 3)
+    length = tl.load(lengths_ptr + sequence)
+    first *= PLAN_TILE // TILE
+    end = tl.minimum(end * (PLAN_TILE // TILE), tl.cdiv(length, TILE))
+    table_ptr += sequence * stride_table
+    wait_for_previous(PDL)
+    if first < end:
+        vector = tl.arange(0, M)
+        query, member = vector // GROUP_PAD, vector % GROUP_PAD
+        real = (query < query_len) & (member < GROUP)
+        offsets = (sequence * query_len + query) * stride_q_token
+        offsets += (head * GROUP + member) * stride_q_head
+        q_even, q_odd = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
+        top = tl.full([M], LOWEST, tl.float32)
+        total = tl.zeros([M], tl.float32)
+        zero = tl.zeros([M, C], tl.float32)
+        top, total, even, odd = stream(
+            q_even, q_odd, top, total, zero, zero,
+            k_ptr + head * stride_k_head, v_ptr + head * stride_v_head,
+            k_scale_ptr + head * stride_scale_head, v_scale_ptr + head * stride_scale_head,
+            table_ptr, stride_k_page, stride_v_page, stride_scale_page, first, end, length, length - query_len + 1 + query, score_scale,
+            STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, ROW_MASK, STAGES,
+        )  # fmt: skip
+        let_next_start(PDL)
+        if slot < 0:
+            inverse = 1.0 / tl.where(total > 0, total, 1.0)
+            store_output(
+                out_ptr, offsets, real, even * inverse[:, None], odd * inverse[:, None], C, PAIRS
+            )
+        else:
+            vectors = query_len * GROUP
+            at = (head * stride_slot + slot).to(tl.int64) * vectors + query * GROUP + member
+            store_partial(partial_ptr, lse_ptr, at, real, top, total, even, odd, D, C, PAIRS)
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "stride_scores", "query_len", "init_blocks", "local_blocks"],
+    do_not_specialize_on_alignment=[
+        "lengths_ptr", "token_sequence_ptr", "positions_ptr", "table_ptr", "source_ptr",
+    ],
+)  # fmt: skip
+def attend_blocks(
+    q_ptr,  # [T, H, D]
+    out_ptr,  # [T, H, D]
+    k_ptr,  # [N, K, P, D], PAIRS: int16 view, half as wide
+    v_ptr,
+    k_scale_ptr,  # [N, K, P] FP32; SCALED only
+    v_scale_ptr,
+    partial_ptr,  # [K, T * parts, GROUP, D] FP32
+    lse_ptr,  # [K, T * parts, GROUP] FP32
+    source_ptr,  # FROM_SCORES: [K, T, blocks] FP32; else [T, K, TOP] int32
+    lengths_ptr,  # [sequences] int32
+    token_sequence_ptr,  # [T] int32; RAGGED only
+    positions_ptr,  # [T] int64; RAGGED only
+    table_ptr,  # [sequences, pages] int32
+    stride_q_token, stride_q_head,
+    stride_k_page, stride_k_head,
+    stride_v_page, stride_v_head,
+    stride_scale_page, stride_scale_head,
+    stride_table,
+    stride_scores,  # between tokens of the score buffer
+    query_len,  # RAGGED: unused
+    init_blocks,
+    local_blocks,
+    score_scale,
+    STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr, PARTS: tl.constexpr,
+    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
+    FROM_SCORES: tl.constexpr, RAGGED: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One part of one row (query token x KV head) over its chosen blocks.
+
+    With FROM_SCORES the row's blocks are chosen here, by every part for itself: that costs less than
+    handing a list over from another launch.
+    """
+    token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    num_tokens, heads = tl.num_programs(0), tl.num_programs(1)
+    if RAGGED:
+        sequence = tl.load(token_sequence_ptr + token).to(tl.int64)
+        visible = tl.minimum(
+            tl.load(positions_ptr + token).to(tl.int32) + 1, tl.load(lengths_ptr + sequence)
+        )
+    else:
+        sequence = token // query_len
+        query = (token - sequence * query_len).to(tl.int32)
+        visible = tl.load(lengths_ptr + sequence) - query_len + 1 + query
+    table_ptr += sequence * stride_table
+    entry = tl.arange(0, TOP_PAD)
+    num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
+    if FROM_SCORES:
+        scores_ptr = source_ptr + (head * num_tokens + token) * stride_scores
+        blocks, pages = choose_blocks(
+            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
+            TOP, TOP_PAD, FEW, MANY, PDL,
+        )  # fmt: skip
+        chosen = tl.minimum(num_blocks, TOP)
+    else:
+        wait_for_previous(PDL)
+        blocks = tl.load(
+            source_ptr + (token * heads + head) * TOP + entry, mask=entry < TOP, other=-1
+        )
+        chosen = tl.sum((blocks >= 0).to(tl.int32), 0)
+        pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
+
+    vector = tl.arange(0, M)
+    real = vector < GROUP
+    offsets = token * stride_q_token + (head * GROUP + vector) * stride_q_head
+    q_even, q_odd = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
+    top = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    even = tl.zeros([M, C], tl.float32)
+    odd = tl.zeros([M, C], tl.float32)
+    k_ptr += head * stride_k_head
+    v_ptr += head * stride_v_head
+    k_scale_ptr += head * stride_scale_head
+    v_scale_ptr += head * stride_scale_head
+    within = tl.arange(0, TILE)
+    TILES: tl.constexpr = PAGE // TILE  # per block
+    first, end = part * chosen // PARTS * TILES, (part + 1) * chosen // PARTS * TILES
+    for step in tl.range(first, end, num_stages=STAGES):
+        is_this = entry == step // TILES
+        page = tl.sum(tl.where(is_this, pages, 0), 0).to(tl.int64)
+        block = tl.sum(tl.where(is_this, blocks, 0), 0)
+        slot = step % TILES * TILE
+        valid = within < visible - block * PAGE - slot
+        k_scale_base, v_scale_base = k_scale_ptr, v_scale_ptr
+        if SCALED:
+            k_scale_base += page * stride_scale_page + slot
+            v_scale_base += page * stride_scale_page + slot
+        top, total, even, odd = attend_tile(
+            q_even, q_odd, top, total, even, odd,
+            k_ptr + page * stride_k_page + slot * STRIDE_K_TOKEN,
+            v_ptr + page * stride_v_page + slot * STRIDE_V_TOKEN,
+            k_scale_base, v_scale_base,
+            within * STRIDE_K_TOKEN, within * STRIDE_V_TOKEN, within,
+            valid, vector, score_scale,
+            C, TILE, OPERAND, SCALED, PAIRS, False,
+        )  # fmt: skip
+    let_next_start(PDL)
+    if PARTS == 1:
+        inverse = 1.0 / tl.where(total > 0, total, 1.0)
+        store_output(
+            out_ptr, offsets, real, even * inverse[:, None], odd * inverse[:, None], C, PAIRS
+        )
+    else:
+        at = ((head * num_tokens + token) * PARTS + part) * GROUP + vector
+        store_partial(partial_ptr, lse_ptr, at, real, top, total, even, odd, D, C, PAIRS)
+
+
+@triton.jit(
+    do_not_specialize=["stride_table"],
+    do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
+)
+def attend_prefill(
+    q_ptr,  # [T, H, D]
+    out_ptr,  # [T, H, D]
+    k_ptr,  # [N, K, P, D], PAIRS: int16 view, half as wide
+    v_ptr,
+    k_scale_ptr,  # [N, K, P] FP32; SCALED only
+    v_scale_ptr,
+    tiles_ptr,  # [tiles, 4] int32: sequence, first query token, query tokens, first position
+    table_ptr,  # [sequences, pages] int32
+    stride_q_token, stride_q_head,
+    stride_k_page, stride_k_head,
+    stride_v_page, stride_v_head,
+    stride_scale_page, stride_scale_head,
+    stride_table,
+    score_scale,
+    STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of query tokens of one sequence and KV head against all they see, cached or new."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(tiles_ptr + item * 4).to(tl.int64)
+    first_token = tl.load(tiles_ptr + item * 4 + 1).to(tl.int64)
+    count = tl.load(tiles_ptr + item * 4 + 2)
+    position = tl.load(tiles_ptr + item * 4 + 3)
+    table_ptr += sequence * stride_table
+    wait_for_previous(PDL)
+    vector = tl.arange(0, M)
+    query, member = vector // GROUP_PAD, vector % GROUP_PAD
+    real = (query < count) & (member < GROUP)
+    offsets = (first_token + query) * stride_q_token + (head * GROUP + member) * stride_q_head
+    q_even, q_odd = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
+    top = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    zero = tl.zeros([M, C], tl.float32)
+    k_ptr += head * stride_k_head
+    v_ptr += head * stride_v_head
+    k_scale_ptr += head * stride_scale_head
+    v_scale_ptr += head * stride_scale_head
+    length = position + count
+    # tiles that every row sees whole, then those on the diagonal
+    whole = (position + 1) // TILE
+    even, odd = zero, zero
+    if whole > 0:
+        top, total, even, odd = stream(
+            q_even, q_odd, top, total, even, odd,
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+            stride_k_page, stride_v_page, stride_scale_page,
+            0, whole, length, query, score_scale,
+            STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, False, STAGES,
+        )  # fmt: skip
+    top, total, even, odd = stream(
+        q_even, q_odd, top, total, even, odd,
+        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+        stride_k_page, stride_v_page, stride_scale_page,
+        whole, tl.cdiv(length, TILE), length, position + 1 + query, score_scale,
+        STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, True, 1,
+    )  # fmt: skip
+    let_next_start(PDL)
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    store_output(out_ptr, offsets, real, even * inverse[:, None], odd * inverse[:, None], C, PAIRS)
+
+
+@triton.jit(
+    do_not_specialize=["stride_slot", "query_len"],
+    do_not_specialize_on_alignment=["rows_ptr"],
+)
+def merge_parts(
+    out_ptr,  # [T, H, D]
+    partial_ptr,  # [K, slots, vectors, D] FP32
+    lse_ptr,  # [K, slots, vectors] FP32
+    rows_ptr,  # [sequences, 2] int32: first slot, parts; unused if STATIC_PARTS
+    stride_out_token, stride_out_head,
+    stride_slot,
+    query_len,  # query tokens per row of the plan
+    GROUP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, STATIC_PARTS: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one query vector, WIDTH channels of it; zeros for an empty row.
+
+    Rows of one part were written directly and are left alone.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    vectors = query_len * GROUP
+    SLICES: tl.constexpr = D // WIDTH
+    vector, piece = tl.program_id(2) // SLICES, tl.program_id(2) % SLICES
+    if STATIC_PARTS > 0:
+        first, parts = row * STATIC_PARTS, STATIC_PARTS
+    else:
+        first = tl.load(rows_ptr + row * 2).to(tl.int64)
+        parts = tl.load(rows_ptr + row * 2 + 1)
+    wait_for_previous(PDL)
+    if parts != 1:
+        channel = piece * WIDTH + tl.arange(0, WIDTH)
+        base = (head * stride_slot.to(tl.int64) + first) * vectors + vector
+        top = tl.full([], LOWEST, tl.float32)
+        total = tl.full([], 0.0, tl.float32)
+        out = tl.zeros([WIDTH], tl.float32)
+        for begin in range(0, parts, CHUNK):
+            part = begin + tl.arange(0, CHUNK)
+            at = base + part.to(tl.int64) * vectors
+            lse = tl.load(lse_ptr + at, mask=part < parts, other=float("-inf"))
+            alive = lse > float("-inf")
+            values = tl.load(
+                partial_ptr + at[:, None] * D + channel[None, :], mask=alive[:, None], other=0.0
+            )
+            new_top = tl.maximum(top, tl.max(lse, 0))
+            weights = tl.exp2(lse - new_top)
+            keep = tl.exp2(top - new_top)
+            total = total * keep + tl.sum(weights, 0)
+            out = out * keep + tl.sum(values * weights[:, None], 0)
+            top = new_top
+        out = out / tl.where(total > 0, total, 1.0)
+        if PAIRS:  # even channels first
+            channel = tl.where(channel < C, 2 * channel, 2 * (channel - C) + 1)
+        token = row * query_len + vector // GROUP
+        at = token * stride_out_token + (head * GROUP + vector % GROUP) * stride_out_head + channel
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty))

@@ -1,0 +1,229 @@
+"""Block scores, and the choice of the best blocks of a row. Ties go to the lowest block."""
+
+import triton
+import triton.language as tl
+
+from minuet.attention.backends.triton.kernels.common import (
+    let_next_start,
+    load_operands,
+    load_queries,
+    wait_for_previous,
+)
+
+_FORCED = tl.constexpr(0x7FFFFFFF)
+_NOT_A_NUMBER = tl.constexpr(-0x7FFFFFFF)
+_NOTHING = tl.constexpr(-0x8000000000000000)
+
+
+@triton.jit
+def rank_keys(scores, block, num_blocks, init_blocks, local_blocks):
+    """int64 that sort like (forced first, larger score first, lower block first).
+
+    The high half is the score's bits made to order as integers, the low half the block, inverted.
+    NaN ranks below every number, a block that is not there below everything.
+    """
+    scores = tl.where(scores == 0.0, 0.0, scores)  # -0.0 ties with 0.0
+    bits = scores.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(scores == scores, order, _NOT_A_NUMBER)
+    forced = (block < init_blocks) | (block >= num_blocks - local_blocks)
+    order = tl.where(forced, _FORCED, order)
+    keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - block).to(tl.int64)
+    return tl.where(block < num_blocks, keys, _NOTHING)
+
+
+@triton.jit
+def block_of_key(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def choose_blocks(
+    scores_ptr,  # [num_blocks] FP32
+    table_ptr,  # [pages] int32
+    num_blocks,
+    init_blocks,
+    local_blocks,
+    TOP: tl.constexpr,
+    TOP_PAD: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The ``min(TOP, num_blocks)`` best blocks of a row and their pages, in no order.
+
+    Up to FEW blocks are ranked all against all. Beyond, MANY at a time replace the worst of the best
+    found so far, one by one.
+
+    Returns:
+        blocks and pages, [TOP_PAD] int32; -1 and 0 at the tail.
+    """
+    entry = tl.arange(0, TOP_PAD)
+    if num_blocks <= FEW:
+        block = tl.arange(0, FEW)
+        here = block < num_blocks
+        page = tl.load(table_ptr + block, mask=here, other=0)
+        wait_for_previous(PDL)
+        if num_blocks <= TOP:
+            rank = block
+        else:
+            scores = tl.load(scores_ptr + block, mask=here, other=0.0)
+            keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
+            rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+        mine = (rank[:, None] == entry[None, :]) & here[:, None]
+        packed = (page.to(tl.int64) << 32) | (block + 1).to(tl.int64)
+        found = tl.sum(tl.where(mine, packed[:, None], 0), 0)
+        found = tl.where(entry < TOP, found, 0)
+        blocks = (found & 0xFFFFFFFF).to(tl.int32) - 1
+        pages = (found >> 32).to(tl.int32)
+    else:
+        wait_for_previous(PDL)
+        best = tl.full([TOP_PAD], _NOTHING, tl.int64)
+        # entries beyond TOP must never be the worst one
+        best = tl.where(entry < TOP, best + entry, 0x7FFFFFFFFFFFFFFF)
+        for begin in range(0, num_blocks, MANY):
+            block = begin + tl.arange(0, MANY)
+            scores = tl.load(scores_ptr + block, mask=block < num_blocks, other=0.0)
+            keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
+            worst = tl.min(best, 0)
+            candidate = tl.max(keys, 0)
+            while candidate > worst:
+                best = tl.where(best == worst, candidate, best)
+                keys = tl.where(keys == candidate, _NOTHING, keys)
+                worst = tl.min(best, 0)
+                candidate = tl.max(keys, 0)
+        blocks = tl.where(entry < TOP, block_of_key(best), -1)
+        pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
+    return blocks, pages
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_table", "stride_scores_head", "stride_scores_token", "query_len", "first_token",
+        "first_score",
+    ],
+    do_not_specialize_on_alignment=["items_ptr", "lengths_ptr", "table_ptr", "scores_ptr"],
+)  # fmt: skip
+def score_blocks(
+    index_q_ptr,  # [T, K, I]
+    index_k_ptr,  # [N, P, I], PAIRS: int16 view, half as wide
+    scores_ptr,  # [K, chunk, blocks] FP32
+    items_ptr,  # RAGGED: [tiles, 4] sequence, first token, tokens, first position
+    #             else [capacity, 4] sequence, first block, end block, -
+    lengths_ptr,  # [sequences] int32
+    table_ptr,  # [sequences, pages] int32
+    stride_q_token, stride_q_head,
+    stride_k_page,
+    stride_table, stride_scores_head, stride_scores_token,
+    query_len,
+    first_score,  # token that the score buffer begins with
+    STRIDE_K_TOKEN: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, M: tl.constexpr, I: tl.constexpr,
+    C: tl.constexpr, PAGE: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr,
+    RAGGED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Largest ``iq . ik`` over the visible tokens of each block, for all heads of a few tokens.
+
+    The keys are read once for all heads and query tokens of the item.
+    """
+    item = tl.program_id(0)
+    sequence = tl.load(items_ptr + item * 4).to(tl.int64)
+    if RAGGED:
+        first_token = tl.load(items_ptr + item * 4 + 1).to(tl.int64)
+        count = tl.load(items_ptr + item * 4 + 2)
+        position = tl.load(items_ptr + item * 4 + 3)
+        length = position + count
+        num_blocks = tl.cdiv(length, PAGE)
+        first = tl.program_id(1) * num_blocks // tl.num_programs(1)
+        end = (tl.program_id(1) + 1) * num_blocks // tl.num_programs(1)
+    else:
+        first = tl.load(items_ptr + item * 4 + 1)
+        end = tl.load(items_ptr + item * 4 + 2)
+        length = tl.load(lengths_ptr + sequence)
+        first_token = sequence * query_len
+        count = query_len
+        position = length - query_len
+    table_ptr += sequence * stride_table
+    wait_for_previous(PDL)
+    if first < end:
+        column = tl.arange(0, M)
+        query, head = column // HEADS_PAD, column % HEADS_PAD
+        real = (query < count) & (head < HEADS)
+        q_even, q_odd = load_queries(
+            index_q_ptr,
+            (first_token + query) * stride_q_token + head * stride_q_head,
+            real, C, OPERAND, PAIRS,
+        )  # fmt: skip
+        row_end = position + 1 + query
+        score_at = scores_ptr + head.to(tl.int64) * stride_scores_head
+        score_at += (first_token + query - first_score) * stride_scores_token
+        within = tl.arange(0, PAGE)
+        channel = tl.arange(0, C)
+        page = tl.load(table_ptr + first)
+        for block in tl.range(first, end, num_stages=STAGES):
+            ahead = tl.load(table_ptr + tl.minimum(block + 1, end - 1))
+            token = block * PAGE + within
+            valid = token < length
+            k_even, k_odd = load_operands(
+                index_k_ptr
+                + page.to(tl.int64) * stride_k_page
+                + within[:, None] * STRIDE_K_TOKEN
+                + channel[None, :],
+                valid[:, None], OPERAND, PAIRS,
+            )  # fmt: skip
+            products = tl.dot(k_even, tl.trans(q_even))
+            if PAIRS:
+                products = tl.dot(k_odd, tl.trans(q_odd), products)
+            products = tl.where(token[:, None] < row_end[None, :], products, float("-inf"))
+            tl.store(score_at + block, tl.max(products, 0), mask=real)
+            page = ahead
+        let_next_start(PDL)
+
+
+@triton.jit(
+    do_not_specialize=["stride_table", "stride_scores_head", "stride_scores_token", "query_len",
+                       "first_token", "init_blocks", "local_blocks"],
+    do_not_specialize_on_alignment=["scores_ptr", "lists_ptr", "lengths_ptr", "token_sequence_ptr",
+                                    "positions_ptr", "table_ptr"],
+)  # fmt: skip
+def list_blocks(
+    scores_ptr,  # [K, chunk, blocks] FP32
+    lists_ptr,  # [T, K, TOP] int32
+    lengths_ptr,  # [sequences] int32
+    token_sequence_ptr,  # [T] int32; RAGGED only
+    positions_ptr,  # [T] int64; RAGGED only
+    table_ptr,  # [sequences, pages] int32
+    stride_table, stride_scores_head, stride_scores_token,
+    query_len, first_token, init_blocks, local_blocks,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr,
+    MANY: tl.constexpr, RAGGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The chosen blocks of one row as the contract wants them: ascending, -1 at the tail."""
+    chunk_token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heads = tl.num_programs(1)
+    token = chunk_token + first_token
+    if RAGGED:
+        sequence = tl.load(token_sequence_ptr + token).to(tl.int64)
+        visible = tl.minimum(
+            tl.load(positions_ptr + token).to(tl.int32) + 1, tl.load(lengths_ptr + sequence)
+        )
+    else:
+        sequence = token // query_len
+        query = (token - sequence * query_len).to(tl.int32)
+        visible = tl.load(lengths_ptr + sequence) - query_len + 1 + query
+    num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
+    scores_ptr += head.to(tl.int64) * stride_scores_head + chunk_token * stride_scores_token
+    blocks, _ = choose_blocks(
+        scores_ptr, table_ptr + sequence * stride_table, num_blocks, init_blocks, local_blocks,
+        TOP, TOP_PAD, FEW, MANY, PDL,
+    )  # fmt: skip
+    let_next_start(PDL)
+    entry = tl.arange(0, TOP_PAD)
+    chosen = tl.minimum(num_blocks, TOP)
+    order = tl.where(blocks >= 0, blocks, 0x7FFFFFFF)
+    at = tl.sum((order[None, :] < order[:, None]).to(tl.int32), 1)
+    at = tl.where(blocks >= 0, at, entry)
+    # entries beyond the chosen ones keep their place: they hold -1 there
+    lists_ptr += (token * heads + head) * TOP
+    tl.store(lists_ptr + at, blocks, mask=blocks >= 0)
+    tl.store(lists_ptr + entry, -1, mask=(entry >= chosen) & (entry < TOP))

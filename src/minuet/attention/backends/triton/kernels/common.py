@@ -1,0 +1,179 @@
+"""Pieces that several kernels share: FP8 conversion, one tile of attention, order of launches."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# A running maximum starts here and not at -inf: -inf minus -inf is NaN, this minus this is 0.
+LOWEST = tl.constexpr(-1.0e30)
+# Softmax weights are scaled by 2 ** 12, so that fp16 weights keep 12 more bits of small ones.
+SHIFT = tl.constexpr(12.0)
+# Smallest value scale that is told apart; its logarithm and its inverse are finite in FP32.
+SMALLEST_SCALE = tl.constexpr(1.0e-30)
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Until the kernels before this one are done. Every CTA calls it: that makes order transitive."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Allow the next kernel's prologue. Late: its CTAs take the places of ours (docs/kernels.md)."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def fp8_pair_to_fp16(pairs):
+    """Two e4m3fn values in an int16 -> (low byte, high byte) as fp16; NVIDIA sm_89 and later.
+
+    Reading FP8 as 16-bit units lets the operands come from shared memory by ldmatrix; a cast of
+    single bytes makes the compiler read V byte by byte.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 sorted;
+        .reg .b16 low, high;
+        prmt.b32 sorted, $2, 0, 0x3120;
+        mov.b32 {low, high}, sorted;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def load_operands(pointers, mask, OPERAND: tl.constexpr, PAIRS: tl.constexpr):
+    """A masked tile as matrix operands: (even channels, odd channels), or (all, all) without pairs."""
+    raw = tl.load(pointers, mask=mask, other=0.0)
+    if PAIRS:
+        even, odd = fp8_pair_to_fp16(raw)
+    else:
+        even = raw.to(OPERAND)
+        odd = even
+    return even, odd
+
+
+@triton.jit
+def attend_tile(
+    q_even,  # [M, C] OPERAND
+    q_odd,  # [M, C] OPERAND; PAIRS only
+    top,  # [M] running maximum, less SHIFT
+    total,  # [M] running sum
+    out_even,  # [M, C] FP32
+    out_odd,  # [M, C] FP32; PAIRS only
+    k_ptr,  # first token of the tile, this KV head
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_offset,  # [TILE] offset of each token's vector
+    v_offset,
+    scale_offset,  # [TILE] offset of each token's scale
+    valid,  # [TILE] bool: the slot holds a token that some row sees
+    visible,  # [M] tokens of this tile that a row sees; ROW_MASK only
+    score_scale,  # softmax scale in units of log2
+    C: tl.constexpr,
+    TILE: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SCALED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROW_MASK: tl.constexpr,
+):
+    """Take one tile of keys and values into (top, total, out).
+
+    With scales, ``log2(v_scale)`` is added to the scores, so the weights that multiply V are
+    ``softmax weight * v_scale`` normalised by their own maximum: no scale is too small or too large
+    for 16-bit weights. ``total`` sums the weights without it.
+    """
+    channel = tl.arange(0, C)
+    k_even, k_odd = load_operands(
+        k_ptr + k_offset[:, None] + channel[None, :], valid[:, None], OPERAND, PAIRS
+    )
+    v_even, v_odd = load_operands(
+        v_ptr + v_offset[:, None] + channel[None, :], valid[:, None], OPERAND, PAIRS
+    )
+    scores = tl.dot(q_even, tl.trans(k_even))
+    if PAIRS:
+        scores = tl.dot(q_odd, tl.trans(k_odd), scores)
+    if SCALED:
+        k_scale = tl.load(k_scale_ptr + scale_offset, mask=valid, other=0.0)
+        v_scale = tl.load(v_scale_ptr + scale_offset, mask=valid, other=1.0)
+        v_scale = tl.maximum(v_scale, SMALLEST_SCALE)
+        bias = tl.where(valid, tl.log2(v_scale), float("-inf"))
+        scores = scores * (k_scale * score_scale)[None, :] + bias[None, :]
+    else:
+        bias = tl.where(valid, 0.0, float("-inf"))
+        scores = scores * score_scale + bias[None, :]
+    if ROW_MASK:
+        scores = tl.where(
+            tl.arange(0, TILE)[None, :] < visible[:, None], scores, float("-inf")
+        )
+    new_top = tl.maximum(top, tl.max(scores, 1) - SHIFT)
+    keep = tl.exp2(top - new_top)
+    weights = tl.exp2(scores - new_top[:, None])
+    if SCALED:
+        total = total * keep + tl.sum(weights * (1.0 / v_scale)[None, :], 1)
+    else:
+        total = total * keep + tl.sum(weights, 1)
+    operand = weights.to(OPERAND)
+    out_even = tl.dot(operand, v_even, out_even * keep[:, None])
+    if PAIRS:
+        out_odd = tl.dot(operand, v_odd, out_odd * keep[:, None])
+    return new_top, total, out_even, out_odd
+
+
+@triton.jit
+def load_queries(
+    q_ptr, offsets, mask, C: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Query vectors at ``offsets`` [M]: (even channels, odd channels), or (all, all)."""
+    channel = tl.arange(0, C)
+    if PAIRS:
+        even = tl.load(q_ptr + offsets[:, None] + 2 * channel[None, :], mask=mask[:, None], other=0.0)
+        odd = tl.load(
+            q_ptr + offsets[:, None] + 2 * channel[None, :] + 1, mask=mask[:, None], other=0.0
+        )
+        return even.to(OPERAND), odd.to(OPERAND)
+    else:
+        both = tl.load(q_ptr + offsets[:, None] + channel[None, :], mask=mask[:, None], other=0.0)
+        return both.to(OPERAND), both.to(OPERAND)
+
+
+@triton.jit
+def store_output(
+    out_ptr, offsets, mask, even, odd, C: tl.constexpr, PAIRS: tl.constexpr
+):
+    """Store [M, C] halves (or the whole) at ``offsets`` [M], channels in their own order."""
+    channel = tl.arange(0, C)
+    if PAIRS:
+        at = out_ptr + offsets[:, None] + 2 * channel[None, :]
+        tl.store(at, even.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+        tl.store(at + 1, odd.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    else:
+        at = out_ptr + offsets[:, None] + channel[None, :]
+        tl.store(at, even.to(out_ptr.dtype.element_ty), mask=mask[:, None])
+
+
+@triton.jit
+def store_partial(
+    out_ptr, lse_ptr, vectors, mask, top, total, even, odd,
+    D: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
+):
+    """Store a part's normalised output and log2 of its softmax sum; even channels first if PAIRS."""
+    channel = tl.arange(0, C)
+    some = tl.where(total > 0, total, 1.0)
+    inverse = 1.0 / some
+    at = out_ptr + vectors[:, None] * D + channel[None, :]
+    tl.store(at, even * inverse[:, None], mask=mask[:, None])
+    if PAIRS:
+        tl.store(at + C, odd * inverse[:, None], mask=mask[:, None])
+    lse = tl.where(total > 0, tl.log2(some) + top, float("-inf"))
+    tl.store(lse_ptr + vectors, lse, mask=mask)
