@@ -43,7 +43,7 @@ help: ## this text
 	@echo 'Settings, with their present values:'
 	@echo '  PYTHON=$(PYTHON)      the Python (3.11 or newer) that $(VENV) is made from'
 	@echo '  VENV=$(VENV)          where to install'
-	@echo '  EXTRAS=$(EXTRAS)          dev, gpu (Triton), amd (FlyDSL), as in EXTRAS=dev,gpu'
+	@echo '  EXTRAS=$(EXTRAS)          what else to install; dev has all that tests need'
 	@echo '  TORCH_INDEX=$(TORCH_INDEX)         package index for torch alone; the Makefile says when to set it'
 	@echo '  JOBS=$(JOBS)           test processes'
 	@echo '  ARGS=$(ARGS)                passed on to pytest'
@@ -73,11 +73,12 @@ test-gpu: $(STAMP_EXTRAS) ## the tests that need a GPU, one at a time
 check: lint types contracts workflows docs-check ## all that needs no test run: the next five
 
 .PHONY: lint
-lint: $(STAMP_EXTRAS) ## ruff, codespell, shellcheck, file sizes
+lint: $(STAMP_EXTRAS) ## ruff, codespell, shellcheck, declared dependencies, file sizes
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	git ls-files --cached --others --exclude-standard -z | xargs -0 $(BIN)/codespell
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
+	$(BIN)/deptry src
 	git ls-files -z | xargs -0 $(BIN)/check-added-large-files --enforce-all --maxkb=1024
 
 .PHONY: types
