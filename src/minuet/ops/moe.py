@@ -41,7 +41,8 @@ def experts_forward(
 ) -> Tensor:
     """Weighted sum of each token's experts: ``sum_k w_k * down_k(act(gate_up_k(h)))``.
 
-    Tokens are sorted by expert so that each expert is one matrix product over its tokens.
+    Rows are sorted by expert, so that each expert is one matrix product over its rows, and all of
+    them one grouped product.
 
     Args:
         hidden: [T, H].
@@ -53,23 +54,13 @@ def experts_forward(
         limit: the same.
 
     Returns:
-        [T, H] in the type of ``hidden``.
+        [T, H] in the type of ``hidden``; the sum over experts is in float32.
     """
     num_tokens, top_k = experts.shape
     flat = experts.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    token_of = order // top_k
-    counts = torch.bincount(flat, minlength=gate_up.shape[0]).tolist()
-    gathered = hidden[token_of]
-    out = torch.empty_like(gathered)
-    start = 0
-    for expert, count in enumerate(counts):
-        if not count:
-            continue
-        rows = slice(start, start + count)
-        inner = swiglu_oai(F.linear(gathered[rows], gate_up[expert]), alpha, limit)
-        torch.matmul(inner, down[expert].T, out=out[rows])
-        start += count
-    scaled = out.float() * weights.reshape(-1)[order][:, None]
-    total = torch.zeros(num_tokens, hidden.shape[-1], dtype=torch.float32, device=hidden.device)
-    return total.index_add_(0, token_of, scaled).to(hidden.dtype)
+    order = flat.argsort(stable=True)
+    ends = torch.bincount(flat, minlength=gate_up.shape[0]).cumsum(0).to(torch.int32)
+    inner = F.grouped_mm(hidden[order // top_k], gate_up.transpose(1, 2), offs=ends)
+    out = F.grouped_mm(swiglu_oai(inner, alpha, limit), down.transpose(1, 2), offs=ends)
+    by_token = torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, -1)
+    return torch.bmm(weights[:, None], by_token.float())[:, 0].to(hidden.dtype)

@@ -1,0 +1,170 @@
+"""How fast does Minuet generate on this CPU, beside `transformers` on the same checkpoint?
+
+Both answer the same prompts greedily, in turn, in one process and with the same threads; what is
+reported is the ratio of their medians, since absolute times of a shared machine mean little. The
+peer gets its best form: one static batch of equally long prompts, so that it wastes nothing on
+padding. Before any time is taken both must draw the same tokens.
+
+    python benchmarks/cpu_generate.py                      the figures of the README, some minutes
+    python benchmarks/cpu_generate.py --requests 4 --input 64 --output 16 --repeats 1      a look
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import minuet
+from minuet import LLM, SamplingParams
+from minuet.models.m3.export import make_checkpoint, shape_of
+
+
+def main() -> int:
+    """Run, print a table, write JSON."""
+    args = _arguments()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.checkpoint
+        if folder is None:
+            folder = make_checkpoint(
+                Path(scratch) / args.preset, preset=args.preset, dtype="float32"
+            )
+        rows = [_compare(folder, count, args) for count in sorted({1, args.requests})]
+    report = {**_header(args), "rows": rows}
+    _show(report)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, help="a folder; default: a random one is written"
+    )
+    parser.add_argument("--preset", default="bench", help="sizes of the random one (default bench)")
+    parser.add_argument("--requests", type=int, default=16, help="concurrent requests (default 16)")
+    parser.add_argument("--input", type=int, default=512, help="prompt tokens (default 512)")
+    parser.add_argument("--output", type=int, default=64, help="tokens drawn (default 64)")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs (default 5)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    parser.add_argument("--json", type=Path, help="write the report here")
+    return parser.parse_args()
+
+
+def _compare(folder: Path, count: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One row: ``count`` concurrent requests, both engines in turn."""
+    ours, peer = _ours(folder, count, args), _peer(folder, count, args)
+    prompts = _prompts(folder, count, args.input, seed=0)
+    if ours(prompts) != peer(prompts):
+        raise SystemExit("the two engines draw different tokens: no times are taken")
+    seconds: dict[str, list[float]] = {"minuet": [], "transformers": []}
+    for repeat in tqdm(
+        range(args.repeats), desc=f"{count} requests", disable=not sys.stderr.isatty()
+    ):
+        # new prompts each time: a prefix cache must not answer from memory
+        prompts = _prompts(folder, count, args.input, seed=repeat + 1)
+        for name, run in (("minuet", ours), ("transformers", peer)):
+            start = time.perf_counter()
+            run(prompts)
+            seconds[name].append(time.perf_counter() - start)
+    tokens = count * args.output
+    row: dict[str, Any] = {"requests": count, "input": args.input, "output": args.output}
+    for name, times in seconds.items():
+        row[name] = {
+            "tokens_per_s": round(tokens / statistics.median(times), 3),
+            "seconds": [round(t, 4) for t in times],
+        }
+    ratios = [b / a for a, b in zip(seconds["minuet"], seconds["transformers"], strict=True)]
+    row["ratio_median"] = round(statistics.median(ratios), 3)
+    row["ratio_min"], row["ratio_max"] = round(min(ratios), 3), round(max(ratios), 3)
+    return row
+
+
+def _ours(folder: Path, count: int, args: argparse.Namespace) -> Callable[[list[list[int]]], Any]:
+    pages = count * (-(-(args.input + args.output) // 128) + 1) + 1
+    llm = LLM(folder, max_num_seqs=max(count, 1), kv_cache_pages=pages, announce=lambda line: None)
+    params = SamplingParams(max_tokens=args.output, temperature=0.0, ignore_eos=True)
+    return lambda prompts: [output.token_ids for output in llm.generate(prompts, params)]
+
+
+def _peer(folder: Path, count: int, args: argparse.Namespace) -> Callable[[list[list[int]]], Any]:
+    transformers.utils.logging.set_verbosity_error()
+    model = transformers.MiniMaxM3SparseForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    length = {"max_new_tokens": args.output, "min_new_tokens": args.output}
+
+    @torch.inference_mode()
+    def run(prompts: list[list[int]]) -> Any:
+        ids = torch.tensor(prompts)
+        # every token may be drawn, the end-of-sequence token too, as with ignore_eos on our side
+        out = model.generate(
+            input_ids=ids, do_sample=False, eos_token_id=None, pad_token_id=0, **length
+        )
+        return out[:, ids.shape[1] :].tolist()
+
+    return run
+
+
+def _prompts(folder: Path, count: int, length: int, seed: int) -> list[list[int]]:
+    vocab = json.loads((folder / "config.json").read_text())["text_config"]["vocab_size"]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab - 20, (count, length), generator=generator).tolist()
+
+
+def _header(args: argparse.Namespace) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    shape = shape_of(args.preset) if args.checkpoint is None else None
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": commit,
+        "machine": f"{platform.machine()}, {args.threads} threads",
+        "versions": {
+            "minuet": minuet.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "checkpoint": str(shape) if shape else args.checkpoint.name,
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    table = Table(title="greedy generation on a CPU, FP32; output tokens per second, medians")
+    for column in ("requests", "in / out", "minuet", "transformers", "ratio", "min .. max"):
+        table.add_column(column, justify="right")
+    for row in report["rows"]:
+        table.add_row(
+            str(row["requests"]),
+            f"{row['input']} / {row['output']}",
+            f"{row['minuet']['tokens_per_s']:.1f}",
+            f"{row['transformers']['tokens_per_s']:.1f}",
+            f"{row['ratio_median']:.2f}x",
+            f"{row['ratio_min']:.2f} .. {row['ratio_max']:.2f}",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
