@@ -18,7 +18,7 @@ from minuet.attention.workspace import WorkspaceLayout, covers_step, lay_out
 from minuet.config import Config
 from minuet.errors import Refusal
 from minuet.kv.layout import Form, KVLayout
-from minuet.planning.model import ModelFacts
+from minuet.planning.model import IndexFacts, ModelFacts
 from minuet.planning.shapes import ShapeSet, StepShape
 from minuet.platform.arch import Arch
 
@@ -96,9 +96,9 @@ class Kernels:
         """
         return len(self.backends) == 1 and all(c.kernel for c in self.choices.values())
 
-    def of_layer(self, kind: LayerKind, shape: StepShape) -> tuple[Choice, ...]:
-        """Choices of one layer's operations in a step shape, in the order in which they run."""
-        calls = (Call(kind, op, shape.phase, shape.query_len) for op in _OPS[kind])
+    def of_layer(self, kind: LayerKind, phase: Phase, query_len: int) -> tuple[Choice, ...]:
+        """Choices of one layer's operations in a kind of step, in the order in which they run."""
+        calls = (Call(kind, op, phase, query_len) for op in _OPS[kind])
         return tuple(self.choices[call] for call in calls)
 
 
@@ -140,7 +140,9 @@ def choose_kernels(
     want, ranks = config.attention_backend, config.tensor_parallel_size
     backends = PREFERENCE[arch.name] if want == AUTO else (want,)
     question = _Question(
-        facts,
+        layer_kinds(facts),
+        facts.head_dim,
+        facts.index,
         arch,
         want,
         preferred_form(arch, want),
@@ -178,7 +180,9 @@ def _mixed(kernels: Kernels, question: "_Question") -> Refusal:
 class _Question:
     """All that the choice of kernels depends on; a hashable key."""
 
-    facts: ModelFacts
+    kinds: tuple[LayerKind, ...]
+    head_dim: int
+    index: IndexFacts | None
     arch: Arch
     want: str
     form: Form
@@ -195,7 +199,7 @@ def _kernels(question: _Question) -> Kernels:
     q = question
     query_lens = sorted({1, q.num_speculative_tokens + 1})
     choices = {}
-    for kind in layer_kinds(q.facts):
+    for kind in q.kinds:
         for phase, lengths in ((Phase.DECODE, query_lens), (Phase.PREFILL, (1,))):
             for query_len in lengths:
                 for op in _OPS[kind]:
@@ -206,7 +210,7 @@ def _kernels(question: _Question) -> Kernels:
 
 def _problem(question: _Question, call: Call) -> Problem:
     q = question
-    index = q.facts.index if call.layer_kind is LayerKind.SPARSE else None
+    index = q.index if call.layer_kind is LayerKind.SPARSE else None
     compute, kv_dtype, index_dtype = q.dtypes
     return Problem(
         op=call.op,
@@ -214,7 +218,7 @@ def _problem(question: _Question, call: Call) -> Problem:
         phase=call.phase,
         num_q_heads=q.num_q_heads,
         num_kv_heads=q.num_kv_heads,
-        head_dim=q.facts.head_dim,
+        head_dim=q.head_dim,
         page_size=q.page_size,
         q_dtype=compute,
         kv_dtype=kv_dtype,
@@ -296,11 +300,15 @@ def scratch(kernels: Kernels, shapes: ShapeSet, limits: Limits) -> Scratch:
         shapes: the closed set.
         limits: what else it depends on.
     """
-    kinds = dict.fromkeys(call.layer_kind for call in kernels.choices)
+    layers = {
+        key: kernels.of_layer(*key)
+        for key in dict.fromkeys((c.layer_kind, c.phase, c.query_len) for c in kernels.choices)
+    }
     demands = {
-        (kind, shape): _layer_demand(kernels.of_layer(kind, shape), shape, limits)
+        (kind, shape): _layer_demand(choices, shape, limits)
+        for (kind, phase, query_len), choices in layers.items()
         for shape in shapes.all
-        for kind in kinds
+        if (shape.phase, shape.query_len) == (phase, query_len)
     }
     refusals = _unique(r for needed in demands.values() for r in needed.refusals)
     layout = lay_out({key: needed.specs for key, needed in demands.items()})
