@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minuet.cli import options
-from minuet.errors import ConfigError
+from minuet.errors import ConfigError, RequestError
 
 SUMMARY = "Answer prompts from the command line, without a server."
 EXAMPLES = """examples:
@@ -78,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer; 0, or 1 if a request ended with an error."""
     chosen = options.read(args)
-    jobs = _jobs(args)  # before torch is imported: a misspelt prompt file should not cost seconds
+    # before torch is imported: a misspelt field should not cost the seconds of loading a model
+    jobs = _jobs(args)
+    params = [_params(wanted) for _, wanted in jobs]
 
     from minuet.engine.llm import LLM
     from minuet.engine.start import start
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM.over(start(chosen, announce))
     outputs = llm.generate(
         [prompt for prompt, _ in jobs],
-        [_params(wanted) for _, wanted in jobs],
+        params,
         progress=not args.quiet and sys.stderr.isatty(),
         on_error="return",
     )
@@ -177,7 +179,10 @@ def _params(wanted: dict[str, Any]) -> Any:
             values[name] = (given,) if isinstance(given, str | int) else tuple(given)
     if "logit_bias" in values:
         values["logit_bias"] = {int(k): float(v) for k, v in values["logit_bias"].items()}
-    return SamplingParams(**values)
+    try:
+        return SamplingParams(**values)
+    except RequestError as problem:
+        raise ConfigError(f"bad sampling field: {problem}") from None
 
 
 def _as_json(output: Any) -> dict[str, Any]:
