@@ -31,3 +31,10 @@ def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_test_named_for_a_public_bug_exists():
+    page = (ROOT / "docs/field-bugs.md").read_text()
+    for path, name in re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", page):
+        assert (ROOT / path).exists(), path
+        assert not name or f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
