@@ -50,6 +50,7 @@ def report(plan: ExecutionPlan, *, batch: int, context: int, query_len: int = 1)
         "settings": [
             {"name": name, "flag": BY_NAME[name].flag, "value": value, "source": source}
             for name, value, source in plan.config.describe()
+            if BY_NAME[name].group != "server"  # no part of a plan, and the API key is a secret
         ],
         "layouts": [_layout(plan, kind) for kind in plan.layouts],
         "calls": [_call(call, choice) for call, choice in plan.choices.items()],
