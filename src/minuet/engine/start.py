@@ -30,7 +30,7 @@ from minuet.models.tokenizer import Tokenizer, read_generation_defaults
 from minuet.planning.execution import ExecutionPlan, plan_for
 from minuet.platform import arch as arch_table
 from minuet.platform.detect import detect
-from minuet.platform.torch import device_for
+from minuet.platform.torch import device_for, keep_freed_memory
 
 log = get_logger(__name__)
 
@@ -73,6 +73,8 @@ def start(options: Options, announce: Callable[[str], None] = log.info) -> Engin
     plan.require_runnable()
     _require_single_rank(plan)
     device = device_for(arch)
+    if not arch.is_gpu:
+        keep_freed_memory()
     for line in plan.summary():
         announce(line)
     clock.lap("settle")
