@@ -51,7 +51,8 @@ class FakeEngine:
         self.trace: list[tuple[str, str]] = []
 
     def step(self, shape: StepShape) -> None:
-        """Run one step of one layer of each kind."""
+        """Run one step of one layer of each kind: it must be one that was prepared."""
+        assert self.plan.step_of[shape].shape == shape
         for call in calls_of(self.plan, shape):
             kernel = self.plan.choices[call].kernel
             # what is launched is found by the target, as Capability.load does

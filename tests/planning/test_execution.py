@@ -34,7 +34,7 @@ def changed_spec(monkeypatch):
 
     def forget():
         dispatch.forget()
-        kernels._kernels.cache_clear()
+        kernels.forget()
 
     yield change
     monkeypatch.undo()

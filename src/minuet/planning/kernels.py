@@ -362,6 +362,12 @@ def _demand(
     return Demand(tuple(specs), scores, query_chunk, split, tuple(refusals))
 
 
+def forget() -> None:
+    """Drop remembered answers; for tests that change a capability or a limit."""
+    for remembered in (_kernels, scratch, _layer_demand):
+        remembered.cache_clear()
+
+
 def _unique(items: Iterable) -> tuple:  # type: ignore[type-arg]
     """Without repeats, in order."""
     return tuple(dict.fromkeys(items))
