@@ -29,7 +29,6 @@ from minuet.errors import ContractError
 from minuet.kv.cache import LayerCache
 from minuet.kv.layout import LaneName
 from minuet.kv.write import HeadNorms
-from minuet.platform.torch import from_torch
 
 # T query tokens, S sequences, H query heads, K KV heads, D head dim, I index dim
 

@@ -37,8 +37,7 @@ def stream(
     # The page id is one tile ahead of its use: one dependent load less in the loop.
     page = tl.load(table_ptr + first * TILE // PAGE)
     for tile in tl.range(first, end, num_stages=STAGES):
-        token = tile * TILE + within
-        valid = token < length
+        valid = within < length - tile * TILE
         if PAGE >= TILE:
             ahead = tl.load(table_ptr + tl.minimum(tile + 1, end - 1) * TILE // PAGE)
             slot = tile * TILE % PAGE
@@ -53,6 +52,7 @@ def stream(
             scale_offset = within
             page = ahead
         else:
+            token = tile * TILE + within
             pages = tl.load(table_ptr + token // PAGE, mask=valid, other=0).to(tl.int64)
             slot = token % PAGE
             k_base, v_base = k_ptr, v_ptr

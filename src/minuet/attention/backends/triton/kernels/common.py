@@ -51,6 +51,17 @@ def fp8_pair_to_fp16(pairs):
 
 
 @triton.jit
+def log2_of_positive(x, NATIVE: tl.constexpr):
+    """log2 of a normal number; NATIVE: the instruction, not the library's thirty."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
 def load_operands(pointers, mask, OPERAND: tl.constexpr, PAIRS: tl.constexpr):
     """A masked tile as matrix operands: (even channels, odd channels), or (all, all) without pairs."""
     raw = tl.load(pointers, mask=mask, other=0.0)
@@ -106,8 +117,8 @@ def attend_tile(
     if SCALED:
         k_scale = tl.load(k_scale_ptr + scale_offset, mask=valid, other=0.0)
         v_scale = tl.load(v_scale_ptr + scale_offset, mask=valid, other=1.0)
-        v_scale = tl.maximum(v_scale, SMALLEST_SCALE)
-        bias = tl.where(valid, tl.log2(v_scale), float("-inf"))
+        log_v_scale = log2_of_positive(tl.maximum(v_scale, SMALLEST_SCALE), PAIRS)
+        bias = tl.where(valid, log_v_scale, float("-inf"))
         scores = scores * (k_scale * score_scale)[None, :] + bias[None, :]
     else:
         bias = tl.where(valid, 0.0, float("-inf"))
@@ -120,7 +131,7 @@ def attend_tile(
     keep = tl.exp2(top - new_top)
     weights = tl.exp2(scores - new_top[:, None])
     if SCALED:
-        total = total * keep + tl.sum(weights * (1.0 / v_scale)[None, :], 1)
+        total = total * keep + tl.sum(weights * tl.exp2(-log_v_scale)[None, :], 1)
     else:
         total = total * keep + tl.sum(weights, 1)
     operand = weights.to(OPERAND)
