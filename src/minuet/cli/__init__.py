@@ -19,6 +19,7 @@ from minuet.errors import ConfigError, ContractError, MinuetError, RefusedError
 # name -> module; one line adds a sub-command
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
+        "serve": "minuet.cli.serve",
         "generate": "minuet.cli.generate",
         "explain": "minuet.cli.explain",
         "env": "minuet.cli.env",

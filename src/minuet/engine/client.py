@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -22,12 +22,12 @@ import zmq.asyncio
 
 from minuet.config import Options
 from minuet.engine import ipc
-from minuet.engine.process import DEFAULT_FACTORY
 from minuet.errors import ConfigError, MinuetError, RequestError
 from minuet.log import get_logger
 
 log = get_logger(__name__)
 
+DEFAULT_FACTORY = "minuet.engine.process:prepare"
 _WATCH_S = 0.2
 _STOP_S = 5.0
 _RESTART_WINDOW_S = 600.0
@@ -62,62 +62,70 @@ class Patience:
     restarts: int = 3
 
 
-class Stream:
-    """One request's reports, as they come; parts that nobody has read yet are joined.
+class Inbox:
+    """Reports of a group of requests, as they come, for one reader.
 
-    So what is kept for a slow reader never exceeds the answer.
+    What a slow reader leaves unread never exceeds the answers.
+
+    Attributes:
+        open: ids of requests that have not ended.
     """
 
-    def __init__(self, request_id: str):
-        self.request_id = request_id
-        self._parts: deque[ipc.Delta] = deque()
+    def __init__(self, request_ids: Iterable[str]):
+        self.open = set(request_ids)
+        self._unconfirmed = set(self.open)
+        self._parts: list[ipc.Delta] = []
         self._news = asyncio.Event()
-        self._accepted = False
         self._problem: Exception | None = None
-        self.finished = False
 
     async def accepted(self) -> None:
-        """Wait until the engine has taken the request.
+        """Wait until the engine has taken all of them.
 
         Raises:
-            RequestError: it refused.
+            RequestError: it refused one.
             EngineError: it died.
         """
-        while not (self._accepted or self._parts):
-            if self._problem is not None:
-                raise self._problem
-            self._news.clear()
-            await self._news.wait()
+        while self._unconfirmed:
+            await self._wait()
 
     async def next(self) -> list[ipc.Delta]:
-        """What is new, at least one part.
+        """What is new; empty when all have ended and everything was read.
 
         Raises:
             EngineError: the engine died before the end.
         """
-        while not self._parts:
-            if self._problem is not None:
-                raise self._problem
-            self._news.clear()
-            await self._news.wait()
-        parts = list(self._parts)
-        self._parts.clear()
+        while not self._parts and self.open:
+            await self._wait()
+        parts, self._parts = self._parts, []
         return parts
 
-    def accept(self) -> None:
-        """The engine has taken the request."""
-        self._accepted = True
+    async def _wait(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+        self._news.clear()
+        await self._news.wait()
+
+    def accept(self, request_id: str) -> None:
+        """The engine has taken it."""
+        self._unconfirmed.discard(request_id)
         self._news.set()
 
     def push(self, delta: ipc.Delta) -> None:
-        """More of the answer."""
-        self.finished = delta.finish_reason is not None
+        """More of an answer."""
+        if delta.finish_reason is not None:
+            self.open.discard(delta.request_id)
         self._parts.append(delta)
+        self._news.set()
+
+    def close(self, request_id: str) -> None:
+        """Nothing more is wanted of it."""
+        self.open.discard(request_id)
+        self._unconfirmed.discard(request_id)
         self._news.set()
 
     def fail(self, problem: Exception) -> None:
         """No more will come."""
-        self._problem, self.finished = problem, True
+        self._problem = problem
         self._news.set()
 
 
@@ -130,11 +138,15 @@ class _Life:
     to_engine: zmq.asyncio.Socket
     from_engine: zmq.asyncio.Socket
     ready: ipc.Ready | None = None
+    reader: asyncio.Task[None] | None = None
+    problem: MinuetError | None = None
     heartbeat: ipc.Heartbeat = field(default_factory=lambda: ipc.Heartbeat(0.0, False, ipc.Stats()))
     heard_s: float = 0.0
 
     def close(self) -> None:
         """End the process, however it is doing, and everything that belonged to it."""
+        if self.reader is not None:
+            self.reader.cancel()
         self.process.kill()
         self.process.wait()
         for socket in (self.to_engine, self.from_engine):
@@ -162,9 +174,10 @@ class EngineClient:
     ):
         self._options, self._patience = options, patience or Patience()
         self._factory, self._on_step = factory, on_step
+        self.on_ready: Callable[[ipc.Ready], None] | None = None
         self._context = zmq.asyncio.Context()
         self._life: _Life | None = None
-        self._streams: dict[str, Stream] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._deaths: deque[float] = deque()
@@ -187,7 +200,7 @@ class EngineClient:
             return State.STARTING
         if self._stuck or self._silence() > self._patience.silence_s or self._is_late():
             return State.STUCK
-        return State.BUSY if life.heartbeat.busy or self._streams else State.IDLE
+        return State.BUSY if life.heartbeat.busy or self._inboxes else State.IDLE
 
     @property
     def ready(self) -> ipc.Ready:
@@ -199,6 +212,16 @@ class EngineClient:
         if self._last_ready is None:
             raise EngineError("the engine is not ready yet")
         return self._last_ready
+
+    @property
+    def has_been_ready(self) -> bool:
+        """Whether :attr:`ready` can be asked."""
+        return self._last_ready is not None
+
+    @property
+    def serves(self) -> bool:
+        """Whether a request could be handed over now."""
+        return self.state in (State.IDLE, State.BUSY)
 
     @property
     def stats(self) -> ipc.Stats:
@@ -226,7 +249,7 @@ class EngineClient:
     @property
     def num_live(self) -> int:
         """Requests submitted and not ended."""
-        return len(self._streams)
+        return len(self._inboxes)
 
     def _silence(self) -> float:
         return time.perf_counter() - self._life.heard_s if self._life and self._life.ready else 0.0
@@ -245,18 +268,22 @@ class EngineClient:
         """
         life = self._life = self._spawn()
         self._stuck = False
-        self._tasks.append(asyncio.create_task(self._read(life)))
+        life.reader = asyncio.create_task(self._read(life))
         while life.ready is None:
+            if life.problem is not None:
+                raise life.problem
             if life.process.poll() is not None:
-                raise EngineError(f"the engine ended with code {life.process.returncode}")
-            if isinstance(self._start_problem, Exception):
-                problem, self._start_problem = self._start_problem, None
-                raise problem
+                await asyncio.sleep(0.2)  # its last words may still be on their way
+                raise self._last_words(life)
             await asyncio.sleep(0.02)
         self._last_ready = life.ready
+        if self.on_ready is not None:
+            self.on_ready(life.ready)
         return life.ready
 
-    _start_problem: Exception | None = None
+    def _last_words(self, life: _Life) -> MinuetError:
+        code = life.process.returncode
+        return life.problem or EngineError(f"the engine ended with code {code}")
 
     def watch(self) -> None:
         """From now on fail requests when the engine dies or hangs, and start it again."""
@@ -305,20 +332,20 @@ class EngineClient:
         match report:
             case ipc.StepDone():
                 for delta in report.deltas:
-                    if stream := self._streams.get(delta.request_id):
-                        stream.push(delta)
+                    if inbox := self._inboxes.get(delta.request_id):
+                        inbox.push(delta)
                         if delta.finish_reason is not None:
-                            del self._streams[delta.request_id]
+                            del self._inboxes[delta.request_id]
                 if self._on_step is not None:
                     self._on_step(report)
             case ipc.Heartbeat():
                 life.heartbeat = report
             case ipc.Accepted():
-                if stream := self._streams.get(report.request_id):
-                    stream.accept()
+                if inbox := self._inboxes.get(report.request_id):
+                    inbox.accept(report.request_id)
             case ipc.Rejected():
-                if stream := self._streams.pop(report.request_id, None):
-                    stream.fail(RequestError(report.message, param=report.param))
+                if inbox := self._inboxes.pop(report.request_id, None):
+                    inbox.fail(RequestError(report.message, param=report.param))
             case ipc.Done():
                 if call := self._calls.pop(report.call_id, None):
                     call.set_result(report.error)
@@ -326,7 +353,7 @@ class EngineClient:
                 life.ready = report
             case ipc.Failed():
                 kind = ConfigError if report.exit_code == 2 else EngineError
-                self._start_problem = kind(report.message)
+                life.problem = kind(report.message)
 
     async def _watch(self) -> None:
         while not self._stopping:
@@ -341,7 +368,7 @@ class EngineClient:
                 await self._died(f"ended with code {code}")
 
     async def _died(self, reason: str) -> None:
-        log.error("engine %s; %d requests fail", reason, len(self._streams))
+        log.error("engine %s; %d requests fail", reason, len(self._inboxes))
         self.death_reason = reason
         self._fail_all(EngineError(f"the engine {reason}"))
         if self._life is not None:
@@ -364,33 +391,40 @@ class EngineClient:
             log.info("engine is serving again")
 
     def _fail_all(self, problem: EngineError) -> None:
-        streams, self._streams = list(self._streams.values()), {}
-        for stream in streams:
-            stream.fail(problem)
+        inboxes, self._inboxes = list(self._inboxes.values()), {}
+        for inbox in inboxes:
+            inbox.fail(problem)
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             call.set_exception(problem)
 
     # --- requests --------------------------------------------------------------------------------
 
-    def submit(self, message: ipc.Submit) -> Stream:
-        """Hand a request over; :meth:`Stream.accepted` says whether it was taken.
+    def submit(self, messages: Sequence[ipc.Submit]) -> Inbox:
+        """Hand requests over; :meth:`Inbox.accepted` says whether they were taken.
 
         Raises:
-            EngineError: there is no engine to hand it to.
+            EngineError: there is no engine to hand them to.
         """
         life = self._life
-        if life is None or life.ready is None or self.state in (State.DEAD, State.STUCK):
+        if life is None or not self.serves:
             raise EngineError(f"the engine is {self.state.value}")
-        stream = self._streams[message.request_id] = Stream(message.request_id)
-        self._send(life, message)
-        return stream
+        inbox = Inbox(message.request_id for message in messages)
+        for message in messages:
+            self._inboxes[message.request_id] = inbox
+            self._send(life, message)
+        return inbox
 
-    def abort(self, request_ids: list[str]) -> None:
-        """End requests that nobody waits for; those that ended by themselves are ignored."""
-        live = [i for i in request_ids if self._streams.pop(i, None) is not None]
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """End requests that nobody waits for; returns those that had not ended by themselves."""
+        live = []
+        for request_id in request_ids:
+            if inbox := self._inboxes.pop(request_id, None):
+                inbox.close(request_id)
+                live.append(request_id)
         if live and self._life is not None:
             self._send(self._life, ipc.Abort(live))
+        return live
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix.

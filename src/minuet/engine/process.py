@@ -6,6 +6,7 @@ can tell a slow step from a stuck one, and both from an idle engine.
 """
 
 import importlib
+import importlib.util
 import os
 import signal
 import sys
@@ -29,9 +30,12 @@ log = get_logger(__name__)
 
 HEARTBEAT_S = 0.25
 _STATS_S = 0.1
+_NO_GRAMMARS = (
+    "structured output needs a tokenizer in the checkpoint and xgrammar on the server; "
+    "install minuet[grammar]"
+)
 _IDLE_POLL_MS = 100
 _COMPILING_POLL_MS = 2
-DEFAULT_FACTORY = "minuet.engine.process:prepare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Served:
     Attributes:
         core: takes requests and runs steps.
         ready: the first report.
-        grammars: compiles grammars; None: this engine has no tokenizer.
+        grammars: compiles grammars; None: no tokenizer, or no xgrammar.
         gauges: figures beyond the scheduler's, by the names of :class:`ipc.Stats`.
     """
 
@@ -58,7 +62,7 @@ def prepare(options: Options) -> Served:
 
     engine = start(options)
     grammars = None
-    if engine.tokenizer is not None:
+    if engine.tokenizer is not None and importlib.util.find_spec("xgrammar") is not None:
         from minuet.engine.grammar import Grammars
 
         texts = engine.tokenizer.added_texts
@@ -137,7 +141,7 @@ class Loop:
         if message.grammar is None:
             self._add(message, None)
         elif self._served.grammars is None:
-            self._reject(message, "structured output needs a tokenizer", message.grammar.param)
+            self._reject(message, _NO_GRAMMARS, message.grammar.param)
         else:
             job = self._compilers.submit(self._served.grammars.compile, message.grammar)
             self._compiling[message.request_id] = (message, job)

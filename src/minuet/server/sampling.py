@@ -1,0 +1,281 @@
+"""Request fields to what the engine takes; what cannot be honoured is refused with its name."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from minuet.engine.ipc import GrammarSpec, Submit
+from minuet.engine.types import SamplingParams
+from minuet.errors import RequestError
+from minuet.models.tokenizer import GenerationDefaults
+from minuet.server.protocol import ResponseFormat, SamplingFields, StructuredOutputs
+
+_MAX_SCHEMA_BYTES = 128 * 1024
+_MAX_SCHEMA_DEPTH = 48
+
+# What the grammar compiler enforces. A keyword it would pass over is refused: an answer that only
+# seems to keep to its schema is worse than none.
+_ENFORCED = frozenset(
+    {
+        *("type", "properties", "required", "additionalProperties", "items", "prefixItems"),
+        *("minItems", "maxItems", "enum", "const", "anyOf", "$ref", "$defs", "definitions"),
+        *("minLength", "maxLength", "pattern", "minimum", "maximum"),
+        *("exclusiveMinimum", "exclusiveMaximum"),
+    }
+)
+_SAYS_NOTHING = frozenset(
+    {
+        *("title", "description", "default", "examples", "$schema", "$id", "$comment"),
+        *("deprecated", "readOnly", "writeOnly"),
+    }
+)
+_SCHEMA_MAPS = ("properties", "$defs", "definitions")
+_SCHEMA_LISTS = ("anyOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties")
+
+
+def check_unsupported(fields: SamplingFields) -> None:
+    """Refuse what no part of this server does.
+
+    Raises:
+        RequestError: names the field.
+    """
+    if fields.priority not in (None, 0):
+        _refuse("priority", fields.priority, "0: requests are served first come, first served")
+    for name in ("cache_salt", "request_id"):
+        if getattr(fields, name) is not None:
+            _refuse(name, getattr(fields, name), "no value: this server does not have it")
+    if fields.service_tier not in (None, "auto", "default"):
+        _refuse("service_tier", fields.service_tier, "auto or default")
+    if fields.add_special_tokens:
+        _refuse("add_special_tokens", True, "false: nothing is ever added to a prompt")
+    if fields.stream_options is not None and not fields.stream:
+        _refuse("stream_options", "set", "only with stream: true")
+    if fields.stream and fields.prompt_logprobs is not None:
+        _refuse("prompt_logprobs", fields.prompt_logprobs, "only without stream")
+
+
+def _refuse(param: str, got: object, expected: str) -> None:
+    raise RequestError(f"{param} cannot be honoured", param=param, got=got, expected=expected)
+
+
+def params_of(
+    fields: SamplingFields,
+    defaults: GenerationDefaults,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """How to draw.
+
+    Args:
+        fields: the request.
+        defaults: of the model, for what the request leaves out.
+        max_tokens: output tokens at most.
+        logprobs: alternatives per output token.
+        prompt_logprobs: alternatives per prompt token.
+
+    Raises:
+        RequestError: a value out of its range, by name.
+    """
+    chosen: dict[str, Any] = {"max_tokens": max_tokens}
+    for name in ("temperature", "top_p", "top_k"):
+        value = getattr(fields, name)
+        chosen[name] = getattr(defaults, name) if value is None else value
+    for name in (
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "min_tokens",
+        "ignore_eos",
+        "seed",
+    ):
+        chosen[name] = getattr(fields, name)
+    if chosen["top_k"] == -1:
+        chosen["top_k"] = 0
+    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    chosen |= {
+        "stop": tuple(stop),
+        "stop_token_ids": tuple(fields.stop_token_ids or ()),
+        "logit_bias": _bias(fields.logit_bias or {}),
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
+    # what nobody says is the dataclass's own default
+    return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
+
+
+def seeded(params: SamplingParams, number: int) -> SamplingParams:
+    """The same for the ``number``-th of n choices: equal seeds would give equal answers."""
+    if params.seed is None or number == 0:
+        return params
+    return replace(params, seed=(params.seed + number * 0x9E3779B97F4A7C15) % 2**63)
+
+
+def with_params(submit: Submit, params: SamplingParams) -> Submit:
+    """The same request, drawn another way."""
+    return msgspec.structs.replace(submit, params=params)
+
+
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        if not key.isdecimal() or len(key) > 10 or not -100.0 <= value <= 100.0:
+            raise RequestError(
+                "logit_bias maps token ids to amounts",
+                param="logit_bias",
+                got={key: value},
+                expected="ids as decimal strings, amounts from -100 to 100",
+            )
+        bias[int(key)] = value
+    return bias
+
+
+# --- structured output ---------------------------------------------------------------------------
+
+
+def grammar_of(fields: SamplingFields, start_after: int | None) -> GrammarSpec | None:
+    """What the answer must look like; None for free text.
+
+    Args:
+        fields: the request.
+        start_after: the token after which the grammar applies; None: from the first.
+
+    Raises:
+        RequestError: a schema that would not be enforced in full, or two demands at once.
+    """
+    found = [
+        *_of_response_format(fields.response_format),
+        *_of_structured_outputs(fields.structured_outputs),
+    ]
+    if not found:
+        return None
+    if len(found) > 1:
+        _refuse("structured_outputs", [param for _, _, param in found], "one demand per request")
+    if fields.ignore_eos:
+        _refuse("ignore_eos", True, "false: a structured answer ends where its grammar ends")
+    kind, source, param = found[0]
+    if len(source.encode(errors="replace")) > _MAX_SCHEMA_BYTES:
+        _refuse(param, f"{len(source)} characters", f"at most {_MAX_SCHEMA_BYTES} bytes")
+    return GrammarSpec(kind, source, param, start_after)
+
+
+def _of_response_format(wanted: ResponseFormat | None) -> list[tuple[str, str, str]]:
+    param = "response_format"
+    if wanted is None or wanted.type == "text":
+        return []
+    if wanted.type == "json_object":
+        return [("json_object", "", param)]
+    if wanted.type == "json_schema":
+        if wanted.json_schema is None:
+            raise RequestError("no schema", param=param, got=None, expected="json_schema")
+        return [("json_schema", schema_text(wanted.json_schema.schema_, param), param)]
+    if wanted.format is None:
+        raise RequestError("no structural tag", param=param, got=None, expected="format")
+    tag = {"type": "structural_tag", "format": wanted.format}
+    _check_tag(tag, param, 0)
+    return [("structural_tag", _dump(tag, param), param)]
+
+
+def _of_structured_outputs(wanted: StructuredOutputs | None) -> list[tuple[str, str, str]]:
+    if wanted is None:
+        return []
+    param, found = "structured_outputs", []
+    if wanted.json_ is not None:
+        found.append(("json_schema", schema_text(_parsed(wanted.json_, param), param), param))
+    if wanted.json_object:
+        found.append(("json_object", "", param))
+    if wanted.regex is not None:
+        found.append(("regex", wanted.regex, param))
+    if wanted.choice is not None:
+        if not wanted.choice:
+            _refuse(param, [], "at least one choice")
+        words = " | ".join(_dump(word, param) for word in wanted.choice)
+        found.append(("ebnf", f"root ::= {words}", param))
+    if wanted.grammar is not None:
+        found.append(("ebnf", wanted.grammar, param))
+    if wanted.structural_tag is not None:
+        _check_tag(_parsed(wanted.structural_tag, param), param, 0)
+        found.append(("structural_tag", wanted.structural_tag, param))
+    if not found:
+        _refuse(param, "nothing", "json, json_object, regex, choice, grammar or structural_tag")
+    return found
+
+
+def _parsed(schema: dict[str, Any] | str, param: str) -> Any:
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        raise RequestError("the schema is not JSON", param=param) from None
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A schema as text, every keyword of which is enforced.
+
+    Raises:
+        RequestError: names the keyword that is not, or the size that is too much.
+    """
+    _check_schema(schema, param, 0)
+    return _dump(schema, param)
+
+
+def _check_tag(value: Any, param: str, depth: int) -> None:
+    """The schemas within a structural tag are held to the same rule."""
+    if depth > _MAX_SCHEMA_DEPTH:
+        _refuse(param, f"{depth} levels", f"at most {_MAX_SCHEMA_DEPTH}")
+    if isinstance(value, dict):
+        for word, part in value.items():
+            if word in ("json_schema", "schema") and isinstance(part, dict):
+                _check_schema(part, param, depth)
+            else:
+                _check_tag(part, param, depth + 1)
+    elif isinstance(value, list):
+        for part in value:
+            _check_tag(part, param, depth + 1)
+
+
+def _dump(value: Any, param: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise RequestError("not JSON", param=param, expected="finite numbers") from None
+
+
+def _check_schema(schema: Any, param: str, depth: int) -> None:
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict) or depth > _MAX_SCHEMA_DEPTH:
+        raise RequestError(
+            "not a JSON schema",
+            param=param,
+            got=type(schema).__name__ if depth <= _MAX_SCHEMA_DEPTH else f"{depth} levels",
+            expected=f"objects, nested at most {_MAX_SCHEMA_DEPTH} deep",
+        )
+    for word in schema:
+        if word not in _ENFORCED and word not in _SAYS_NOTHING:
+            raise RequestError(
+                "a keyword of the schema cannot be enforced",
+                param=param,
+                got=word,
+                expected=", ".join(sorted(_ENFORCED)),
+            )
+    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
+        _refuse(param, "pattern with a length", "the length as part of the pattern")
+    if str(schema.get("$ref", "#")).partition("/")[0] != "#":
+        _refuse(param, schema["$ref"], "references into the schema itself")
+    for word in _SCHEMA_MAPS:
+        if isinstance(schema.get(word), dict):
+            for part in schema[word].values():
+                _check_schema(part, param, depth + 1)
+    for word in _SCHEMA_LISTS:
+        if isinstance(schema.get(word), list):
+            for part in schema[word]:
+                _check_schema(part, param, depth + 1)
+    for word in _SCHEMAS:
+        if word in schema:
+            _check_schema(schema[word], param, depth + 1)
