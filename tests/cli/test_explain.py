@@ -122,6 +122,7 @@ def test_a_plan_of_declared_kernels_is_marked_and_one_that_runs_is_not(capsys):
     _, planned = report(capsys, *SERVED)
     declared = [c for c in planned["calls"] if not c["runnable"]]
     assert planned["runnable"] == (not planned["obstacles"])
+    assert {o["kernel"] for o in planned["obstacles"]} >= {"engine"}  # four ranks
     for call in declared:
         assert call["kernel"] in {o["kernel"] for o in planned["obstacles"]}
 

@@ -58,7 +58,7 @@ def test_a_missing_value_and_a_word_too_many_are_one_line(capsys):
 
 
 def test_an_unknown_command_names_the_nearest_one(capsys):
-    assert "did you mean `minuet explain`?" in error(capsys, "explian")
+    assert "did you mean `minuet explain`?" in error(capsys, "expla")
 
 
 def test_no_model_and_no_such_model_say_how_to_name_one(capsys):

@@ -330,6 +330,15 @@ def test_a_declared_kernel_is_planned_but_not_run(changed_spec):
     assert plan("sm90", tiny(), attention_backend="cpu").runnable
 
 
+def test_more_ranks_than_this_version_runs_can_be_planned_only():
+    settled = plan("cpu", tiny(), memory=None, tensor_parallel_size=2)
+    assert settled.runnable  # the kernels are there
+    (obstacle,) = settled.obstacles()
+    assert (obstacle.flag, obstacle.value) == ("--tensor-parallel-size", "1")
+    with pytest.raises(RefusedError, match="one rank"):
+        settled.require_runnable()
+
+
 def test_an_implemented_kernel_is_run():
     settled = plan("cpu", tiny(), memory=None)
     assert settled.runnable

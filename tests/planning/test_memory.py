@@ -108,3 +108,10 @@ def test_a_pool_holds_its_longest_request_and_the_dummy_page(length, page):
 )
 def test_sizes_for_people(size, text):
     assert human_bytes(size) == text
+
+
+def test_graphs_are_counted_in_steps_of_the_driver():
+    per_graph = memory.graph_bytes(preset(), 1)
+    assert per_graph == 6 * 2**20  # 960 nodes of 5 KiB, rounded up to 2 MiB
+    assert memory.graph_bytes(preset(), 13) == 13 * per_graph
+    assert memory.graph_bytes(preset(), 0) == 0

@@ -29,6 +29,8 @@ from minuet.planning.settling import Settled, Settling
 from minuet.planning.shapes import ShapeSet, StepShape
 from minuet.platform.arch import Arch
 
+RUNNABLE_RANKS = 1  # there are no collectives in this version; plans are made for any number
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -97,7 +99,7 @@ class ExecutionPlan:
 
     @property
     def runnable(self) -> bool:
-        """Whether this version contains every chosen kernel."""
+        """Whether this version contains every chosen kernel; :meth:`obstacles` knows of more."""
         return all(choice.runnable for choice in self.choices.values())
 
     @property
@@ -110,7 +112,7 @@ class ExecutionPlan:
         return tuple(self.layouts[kind] for kind in self.facts.layer_kinds)
 
     def obstacles(self) -> tuple[Refusal, ...]:
-        """Why a plan that holds cannot run here: kernels or packages that are not installed."""
+        """Why a plan that holds cannot run here: what this version or installation lacks."""
         found = [refusal for choice in self.choices.values() for refusal in choice.against()]
         for choice in self.choices.values():
             if choice.kernel and choice.runnable:
@@ -118,9 +120,27 @@ class ExecutionPlan:
         others = (b for b in PREFERENCE[self.arch.name] if b != self.backend)
         backend = next((b for b in others if self._runs_with(b)), "") if found else ""
         flag, remedy = "--attention-backend", f"use --attention-backend {backend}"
-        return tuple(
+        kernels = (
             replace(r, remedy=remedy, flag=flag, value=backend) if backend and not r.remedy else r
             for r in dict.fromkeys(found)
+        )
+        return (*kernels, *self._too_many_ranks())
+
+    def _too_many_ranks(self) -> tuple[Refusal, ...]:
+        ranks = self.config.tensor_parallel_size
+        if ranks <= RUNNABLE_RANKS:
+            return ()
+        flag, value = BY_NAME["tensor_parallel_size"].flag, str(RUNNABLE_RANKS)
+        return (
+            Refusal(
+                "engine",
+                "tensor_parallel_size",
+                f"{ranks} ranks",
+                "1: this version runs one rank, more can only be planned for",
+                f"use {flag} {value}",
+                flag,
+                value,
+            ),
         )
 
     def _runs_with(self, backend: str) -> bool:
@@ -131,11 +151,11 @@ class ExecutionPlan:
         return plan is not None and plan.runnable
 
     def require_runnable(self) -> None:
-        """Refuse if a chosen kernel is declared but not in this version, or not installed.
+        """Refuse if what was planned is not in this version, or not installed.
 
         Raises:
-            RefusedError: carries a refusal per kernel; field ``implementation`` or
-                ``installation``.
+            RefusedError: carries every obstacle; field ``implementation``, ``installation`` or
+                ``tensor_parallel_size``.
         """
         obstacles = self.obstacles()
         if obstacles:
@@ -150,13 +170,21 @@ class ExecutionPlan:
         return summary(self)
 
 
-def plan_for(options: Options, facts: ModelFacts, arch: Arch) -> ExecutionPlan:
+def plan_for(
+    options: Options, facts: ModelFacts, arch: Arch, *, device_bytes: int | None = None
+) -> ExecutionPlan:
     """Resolve and settle: what ``serve``, ``generate`` and ``explain`` call.
+
+    Args:
+        options: what was asked for.
+        facts: the model.
+        arch: what to plan for.
+        device_bytes: memory of the device at hand; None takes the arch's.
 
     Raises:
         RefusedError: carries every refusal, those of settings and those of kernels and memory.
     """
-    plan, refusals = plan_or_refuse(options, facts, arch)
+    plan, refusals = plan_or_refuse(options, facts, arch, device_bytes=device_bytes)
     if plan is None:
         raise RefusedError(f"{facts.name} cannot be served on {arch.name} as asked", refusals)
     return plan
@@ -196,18 +224,21 @@ def plan_or_refuse(
     return None, (*refusals, *(r for r in more if r not in refusals))
 
 
-def settle(config: Config, facts: ModelFacts, arch: Arch) -> ExecutionPlan:
+def settle(
+    config: Config, facts: ModelFacts, arch: Arch, *, device_bytes: int | None = None
+) -> ExecutionPlan:
     """The plan of a configuration.
 
     Args:
         config: from :func:`minuet.planning.resolve.resolve`.
         facts: the model.
         arch: the arch the config was resolved for.
+        device_bytes: memory of the device at hand; None takes the arch's.
 
     Raises:
         RefusedError: carries every refusal.
     """
-    plan, refusals = settle_or_refuse(config, facts, arch)
+    plan, refusals = settle_or_refuse(config, facts, arch, device_bytes=device_bytes)
     if plan is None:
         raise RefusedError(f"{facts.name} cannot be served on {arch.name} as asked", refusals)
     return plan

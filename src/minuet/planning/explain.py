@@ -25,6 +25,8 @@ from minuet.platform.arch import Arch
 
 Json = dict[str, Any]
 
+_PLAIN = ("implementation", "installation")  # obstacles whose `got` says it all
+
 
 def report(plan: ExecutionPlan, *, batch: int, context: int, query_len: int = 1) -> Json:
     """The whole plan.
@@ -254,7 +256,9 @@ def group_obstacles(obstacles: Iterable[Refusal]) -> list[tuple[str, list[str]]]
     """Each reason with the kernels it holds for."""
     groups: dict[str, list[str]] = {}
     for obstacle in obstacles:
-        reason = ". ".join(text for text in (obstacle.got, obstacle.remedy) if text)
+        # "kernel not in this version; accepts an implemented kernel" would say it twice
+        accepts = f"; accepts {obstacle.accepts}" if obstacle.field not in _PLAIN else ""
+        reason = ". ".join(text for text in (obstacle.got + accepts, obstacle.remedy) if text)
         groups.setdefault(reason, []).append(obstacle.kernel)
     return list(groups.items())
 
