@@ -8,6 +8,7 @@ tries ten thousand configurations asks few different ones.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from minuet.attention.backends import PREFERENCE
 from minuet.attention.capability import AUTO, StepSizes, WorkspaceSpec
@@ -16,6 +17,7 @@ from minuet.attention.dispatch import Choice, choose, preferred_form
 from minuet.attention.plan import Split, split_for
 from minuet.attention.workspace import WorkspaceLayout, covers_step, lay_out
 from minuet.config import Config
+from minuet.dtypes import DType
 from minuet.errors import Refusal
 from minuet.kv.layout import Form, KVLayout
 from minuet.planning.model import IndexFacts, ModelFacts
@@ -25,6 +27,8 @@ from minuet.platform.arch import Arch
 # Scratch of a prefill step besides the block scores, which have a budget of their own. Longer steps
 # run their attention in chunks of queries, so it does not follow the length of a prompt.
 PREFILL_WORKSPACE_BYTES = 8 * 2**20
+
+Item = TypeVar("Item")
 
 _OPS = {
     LayerKind.DENSE: (Op.WRITE, Op.ATTEND),
@@ -190,7 +194,7 @@ class _Question:
     num_kv_heads: int
     page_size: int
     num_speculative_tokens: int
-    dtypes: tuple  # type: ignore[type-arg]
+    dtypes: tuple[DType, DType, DType]  # compute, KV, index keys
     features: Features
 
 
@@ -368,6 +372,6 @@ def forget() -> None:
         remembered.cache_clear()
 
 
-def _unique(items: Iterable) -> tuple:  # type: ignore[type-arg]
+def _unique(items: Iterable[Item]) -> tuple[Item, ...]:
     """Without repeats, in order."""
     return tuple(dict.fromkeys(items))
