@@ -1,0 +1,84 @@
+"""The compiling process: reads a request from stdin, leaves IR and assembly in the named folders.
+
+``python -m minuet.attention.backends.flydsl.compile_worker`` with the environment that
+``compile.worker_environment`` builds. It may end at any point: the caller looks at what is there.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from minuet import env
+from minuet.attention.backends.flydsl.signatures import SIGNATURES
+
+_PACKAGE = "minuet.attention.backends.flydsl.kernels"
+
+
+def main() -> int:
+    """Compile every entry of the request."""
+    for entry in json.load(sys.stdin):
+        compile_one(entry["kernel"], entry["options"], Path(entry["out"]))
+    return 0
+
+
+def compile_one(kernel: str, options: Mapping[str, Any], out: Path) -> None:
+    """One specialisation: ``kernel.ll``, ``kernel.s`` and ``stderr.txt`` in ``out``."""
+    from flydsl.runtime.device import get_rocm_arch
+
+    signature = SIGNATURES[kernel]
+    module = importlib.import_module(f"{_PACKAGE}.{signature.module}")
+    device = importlib.import_module(f"{_PACKAGE}.device")
+    traits = device.TRAITS[get_rocm_arch()]
+    with tempfile.TemporaryDirectory() as scratch:
+        with (
+            _captured_stderr(out / "stderr.txt"),
+            contextlib.redirect_stdout(sys.stderr),
+            env.override(FLYDSL_DUMP_IR="1", FLYDSL_DUMP_DIR=scratch),
+        ):
+            module.build(traits, **options)(*dummies(kernel, options))
+        (text,) = Path(scratch).rglob("*_llvm_ir.ll")
+        (isa,) = Path(scratch).rglob("*_final_isa.s")
+        (out / "kernel.ll").write_text(text.read_text())
+        (out / "kernel.s").write_text(isa.read_text())
+
+
+def dummies(kernel: str, options: Mapping[str, Any]) -> list[Any]:
+    """Arguments that give the launcher its types: null pointers, ones, no stream."""
+    import flydsl.compiler as flyc
+    import flydsl.expr as fx
+
+    types = {"bf16": fx.BFloat16, "f32": fx.Float32, "i32": fx.Int32, "i64": fx.Int64}
+    types["cache"] = fx.Uint8 if options.get("fp8") else fx.BFloat16
+    types["index"] = fx.Uint8 if options.get("index_fp8") else fx.BFloat16
+    arguments: list[Any] = []
+    for _, kind in SIGNATURES[kernel].params:
+        if kind.endswith("*"):
+            arguments.append(flyc.from_c_void_p(types[kind[:-1]], 0))
+        else:
+            arguments.append(1.0 if kind == "f32" else 1)
+    return [*arguments, *[1] * len(SIGNATURES[kernel].grid), fx.Stream(None)]
+
+
+@contextlib.contextmanager
+def _captured_stderr(path: Path) -> Iterator[None]:
+    """File descriptor 2 into a file: the compiler writes there from C++."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with path.open("wb") as target:
+        os.dup2(target.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

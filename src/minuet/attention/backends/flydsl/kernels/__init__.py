@@ -1,0 +1,1 @@
+"""Device code. Imported in the compile subprocess and where kernels are launched, nowhere else."""

@@ -1,0 +1,1 @@
+"""Tools for testing kernels without the device they are for."""
