@@ -39,6 +39,7 @@ COLD_BYTES, MOST_SETS = 300e6, 72  # together the sets of a cell exceed the L2 c
 CALLS, REPLAYS = 40, 9
 SIZES = ((1, 8192), (4, 8192), (16, 8192), (64, 8192), (4, 131072), (32, 131072))
 POOL_PAGES = 32 * 131072 // PAGE
+CU = 0  # compute units to plan for; 0: the device's
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ class Cell:
         shape = StepShape(
             page_size=PAGE, num_kv_heads=1, group=self.heads, max_seqs=self.batch,
             max_tokens=self.batch, max_length=self.context, query_len=1,
-            compute_units=torch.cuda.get_device_properties(DEVICE).multi_processor_count,
+            compute_units=CU or torch.cuda.get_device_properties(DEVICE).multi_processor_count,
         )  # fmt: skip
         planner = Planner(shape, DEVICE, target)
         batch = AttentionBatch(

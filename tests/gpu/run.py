@@ -7,4 +7,4 @@ import pytest
 
 if __name__ == "__main__":
     here = Path(__file__).parent
-    sys.exit(pytest.main([str(here), "-m", "gpu", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+    sys.exit(pytest.main([str(here), "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", *sys.argv[1:]]))

@@ -5,7 +5,7 @@ what). Every other row is chosen so that the kernels fit the chip; nobody has ti
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -17,11 +17,14 @@ class Tuning:
         tile: tokens per step of its loop, at most; a smaller page lowers it where it must.
         warps: warps (waves) per program.
         stages: depth of the load pipeline; n holds n - 1 tiles in shared memory.
+        registers: cap per thread, NVIDIA; 0 leaves it to the assembler, which now and then spills
+            to fit one more program on a unit.
     """
 
     tile: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,6 @@ class Target:
     one_part_tiles: int = 12
     row_parts_per_unit: int = 2
     interpreted: bool = False
-    options: Mapping[str, int] = field(default_factory=dict)
 
 
 _NVIDIA = Target(
@@ -99,7 +101,7 @@ _NVIDIA = Target(
     dense=Tuning(128, 4, 3),
     dense_fp8=Tuning(128, 4, 3),
     blocks=Tuning(128, 4, 3),
-    blocks_fp8=Tuning(128, 4, 3),
+    blocks_fp8=Tuning(128, 4, 3, registers=255),
     prefill=Tuning(64, 8, 3),
     prefill_fp8=Tuning(64, 8, 3),
     prefill_vectors=128,

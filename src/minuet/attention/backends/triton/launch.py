@@ -634,6 +634,8 @@ def _options(target: Target, tuning: Tuning, **more: Any) -> dict[str, Any]:
     if target.interpreted:
         return {}
     options: dict[str, Any] = {"num_warps": tuning.warps, "num_stages": tuning.stages, **more}
+    if tuning.registers:
+        options["maxnreg"] = tuning.registers
     if target.pdl:
         options["launch_pdl"] = True
     return options

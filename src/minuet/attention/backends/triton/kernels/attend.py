@@ -20,9 +20,10 @@ from minuet.attention.backends.triton.kernels.common import (
 
 @triton.jit
 def stream(
-    q_even, q_odd, top, total, out_even, out_odd,
+    q_low, q_high, top, total, out_even, out_odd,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     table_ptr,  # int32, pages of this sequence
+    page,  # of the first tile
     stride_k_page, stride_v_page, stride_scale_page,
     first, end,  # tiles
     length,  # tokens of the context that some row sees
@@ -35,7 +36,6 @@ def stream(
     """Tiles ``first .. end - 1`` of one sequence and KV head."""
     within = tl.arange(0, TILE)
     # The page id is one tile ahead of its use: one dependent load less in the loop.
-    page = tl.load(table_ptr + first * TILE // PAGE)
     for tile in tl.range(first, end, num_stages=STAGES):
         valid = within < length - tile * TILE
         if PAGE >= TILE:
@@ -61,7 +61,7 @@ def stream(
             v_offset = pages * stride_v_page + slot * STRIDE_V_TOKEN
             scale_offset = pages * stride_scale_page + slot
         top, total, out_even, out_odd = attend_tile(
-            q_even, q_odd, top, total, out_even, out_odd,
+            q_low, q_high, top, total, out_even, out_odd,
             k_base, v_base, k_scale_base, v_scale_base,
             k_offset, v_offset, scale_offset,
             valid, row_end - tile * TILE, score_scale,
@@ -111,6 +111,7 @@ def attend_dense(
     first *= PLAN_TILE // TILE
     end = tl.minimum(end * (PLAN_TILE // TILE), tl.cdiv(length, TILE))
     table_ptr += sequence * stride_table
+    page = tl.load(table_ptr + first * TILE // PAGE, mask=first < end, other=0)
     wait_for_previous(PDL)
     if first < end:
         vector = tl.arange(0, M)
@@ -118,18 +119,19 @@ def attend_dense(
         real = (query < query_len) & (member < GROUP)
         offsets = (sequence * query_len + query) * stride_q_token
         offsets += (head * GROUP + member) * stride_q_head
-        q_even, q_odd = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
+        q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
         top = tl.full([M], LOWEST, tl.float32)
-        total = tl.zeros([M], tl.float32)
+        total = tl.zeros([M, TILE // 4], tl.float32)
         zero = tl.zeros([M, C], tl.float32)
         top, total, even, odd = stream(
-            q_even, q_odd, top, total, zero, zero,
+            q_low, q_high, top, total, zero, zero,
             k_ptr + head * stride_k_head, v_ptr + head * stride_v_head,
             k_scale_ptr + head * stride_scale_head, v_scale_ptr + head * stride_scale_head,
-            table_ptr, stride_k_page, stride_v_page, stride_scale_page, first, end, length, length - query_len + 1 + query, score_scale,
+            table_ptr, page, stride_k_page, stride_v_page, stride_scale_page, first, end, length, length - query_len + 1 + query, score_scale,
             STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, ROW_MASK, STAGES,
         )  # fmt: skip
         let_next_start(PDL)
+        total = tl.sum(total, 1)
         if slot < 0:
             inverse = 1.0 / tl.where(total > 0, total, 1.0)
             store_output(
@@ -216,9 +218,9 @@ def attend_blocks(
     vector = tl.arange(0, M)
     real = vector < GROUP
     offsets = token * stride_q_token + (head * GROUP + vector) * stride_q_head
-    q_even, q_odd = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
+    q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
     top = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    total = tl.zeros([M, TILE // 4], tl.float32)
     even = tl.zeros([M, C], tl.float32)
     odd = tl.zeros([M, C], tl.float32)
     k_ptr += head * stride_k_head
@@ -239,7 +241,7 @@ def attend_blocks(
             k_scale_base += page * stride_scale_page + slot
             v_scale_base += page * stride_scale_page + slot
         top, total, even, odd = attend_tile(
-            q_even, q_odd, top, total, even, odd,
+            q_low, q_high, top, total, even, odd,
             k_ptr + page * stride_k_page + slot * STRIDE_K_TOKEN,
             v_ptr + page * stride_v_page + slot * STRIDE_V_TOKEN,
             k_scale_base, v_scale_base,
@@ -248,6 +250,7 @@ def attend_blocks(
             C, TILE, OPERAND, SCALED, PAIRS, False,
         )  # fmt: skip
     let_next_start(PDL)
+    total = tl.sum(total, 1)
     if PARTS == 1:
         inverse = 1.0 / tl.where(total > 0, total, 1.0)
         store_output(
@@ -290,14 +293,15 @@ def attend_prefill(
     count = tl.load(tiles_ptr + item * 4 + 2)
     position = tl.load(tiles_ptr + item * 4 + 3)
     table_ptr += sequence * stride_table
+    page = tl.load(table_ptr)
     wait_for_previous(PDL)
     vector = tl.arange(0, M)
     query, member = vector // GROUP_PAD, vector % GROUP_PAD
     real = (query < count) & (member < GROUP)
     offsets = (first_token + query) * stride_q_token + (head * GROUP + member) * stride_q_head
-    q_even, q_odd = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
+    q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
     top = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    total = tl.zeros([M, TILE // 4], tl.float32)
     zero = tl.zeros([M, C], tl.float32)
     k_ptr += head * stride_k_head
     v_ptr += head * stride_v_head
@@ -309,20 +313,21 @@ def attend_prefill(
     even, odd = zero, zero
     if whole > 0:
         top, total, even, odd = stream(
-            q_even, q_odd, top, total, even, odd,
-            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+            q_low, q_high, top, total, even, odd,
+            k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, page,
             stride_k_page, stride_v_page, stride_scale_page,
             0, whole, length, query, score_scale,
             STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, False, STAGES,
         )  # fmt: skip
     top, total, even, odd = stream(
-        q_even, q_odd, top, total, even, odd,
-        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+        q_low, q_high, top, total, even, odd,
+        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, tl.load(table_ptr + whole * TILE // PAGE),
         stride_k_page, stride_v_page, stride_scale_page,
         whole, tl.cdiv(length, TILE), length, position + 1 + query, score_scale,
         STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, True, 1,
     )  # fmt: skip
     let_next_start(PDL)
+    total = tl.sum(total, 1)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     store_output(out_ptr, offsets, real, even * inverse[:, None], odd * inverse[:, None], C, PAIRS)
 

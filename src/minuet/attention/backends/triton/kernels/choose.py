@@ -5,7 +5,7 @@ import triton.language as tl
 
 from minuet.attention.backends.triton.kernels.common import (
     let_next_start,
-    load_operands,
+    load_keys,
     load_queries,
     wait_for_previous,
 )
@@ -38,6 +38,30 @@ def block_of_key(key):
 
 
 @triton.jit
+def rank_all(
+    scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """:func:`choose_blocks` for at most MOST blocks: every block is compared with every other."""
+    entry = tl.arange(0, TOP_PAD)
+    block = tl.arange(0, MOST)
+    here = block < num_blocks
+    page = tl.load(table_ptr + block, mask=here, other=0)
+    wait_for_previous(PDL)
+    if num_blocks <= TOP:
+        rank = block
+    else:
+        scores = tl.load(scores_ptr + block, mask=here, other=0.0)
+        keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
+        rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    mine = (rank[:, None] == entry[None, :]) & here[:, None]
+    packed = (page.to(tl.int64) << 32) | (block + 1).to(tl.int64)
+    found = tl.sum(tl.where(mine, packed[:, None], 0), 0)
+    found = tl.where(entry < TOP, found, 0)
+    return (found & 0xFFFFFFFF).to(tl.int32) - 1, (found >> 32).to(tl.int32)
+
+
+@triton.jit
 def choose_blocks(
     scores_ptr,  # [num_blocks] FP32
     table_ptr,  # [pages] int32
@@ -59,23 +83,14 @@ def choose_blocks(
         blocks and pages, [TOP_PAD] int32; -1 and 0 at the tail.
     """
     entry = tl.arange(0, TOP_PAD)
-    if num_blocks <= FEW:
-        block = tl.arange(0, FEW)
-        here = block < num_blocks
-        page = tl.load(table_ptr + block, mask=here, other=0)
-        wait_for_previous(PDL)
-        if num_blocks <= TOP:
-            rank = block
-        else:
-            scores = tl.load(scores_ptr + block, mask=here, other=0.0)
-            keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
-            rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
-        mine = (rank[:, None] == entry[None, :]) & here[:, None]
-        packed = (page.to(tl.int64) << 32) | (block + 1).to(tl.int64)
-        found = tl.sum(tl.where(mine, packed[:, None], 0), 0)
-        found = tl.where(entry < TOP, found, 0)
-        blocks = (found & 0xFFFFFFFF).to(tl.int32) - 1
-        pages = (found >> 32).to(tl.int32)
+    if num_blocks <= FEW // 2:
+        blocks, pages = rank_all(
+            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW // 2, PDL
+        )
+    elif num_blocks <= FEW:
+        blocks, pages = rank_all(
+            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW, PDL
+        )
     else:
         wait_for_previous(PDL)
         best = tl.full([TOP_PAD], _NOTHING, tl.int64)
@@ -149,7 +164,7 @@ def score_blocks(
         column = tl.arange(0, M)
         query, head = column // HEADS_PAD, column % HEADS_PAD
         real = (query < count) & (head < HEADS)
-        q_even, q_odd = load_queries(
+        q_low, q_high = load_queries(
             index_q_ptr,
             (first_token + query) * stride_q_token + head * stride_q_head,
             real, C, OPERAND, PAIRS,
@@ -164,16 +179,16 @@ def score_blocks(
             ahead = tl.load(table_ptr + tl.minimum(block + 1, end - 1))
             token = block * PAGE + within
             valid = token < length
-            k_even, k_odd = load_operands(
+            k_low, k_high = load_keys(
                 index_k_ptr
                 + page.to(tl.int64) * stride_k_page
                 + within[:, None] * STRIDE_K_TOKEN
                 + channel[None, :],
                 valid[:, None], OPERAND, PAIRS,
             )  # fmt: skip
-            products = tl.dot(k_even, tl.trans(q_even))
+            products = tl.dot(k_low, tl.trans(q_low))
             if PAIRS:
-                products = tl.dot(k_odd, tl.trans(q_odd), products)
+                products = tl.dot(k_high, tl.trans(q_high), products)
             products = tl.where(token[:, None] < row_end[None, :], products, float("-inf"))
             tl.store(score_at + block, tl.max(products, 0), mask=real)
             page = ahead

@@ -51,6 +51,29 @@ def fp8_pair_to_fp16(pairs):
 
 
 @triton.jit
+def fp8_quad_to_fp16(pairs):
+    """Pairs (2t, 2t + 1) of an int16 row -> (channels 4t and 4t + 1, channels 4t + 2 and 4t + 3).
+
+    For the operand that is contracted over channels, whose order is free: one instruction less per
+    register than :func:`fp8_pair_to_fp16`. It counts on two neighbours of a row sharing a register,
+    which holds where the row is the fastest axis of the layout; the GPU conformance suite shows it.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def log2_of_positive(x, NATIVE: tl.constexpr):
     """log2 of a normal number; NATIVE: the instruction, not the library's thirty."""
     if NATIVE:
@@ -62,8 +85,23 @@ def log2_of_positive(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def load_operands(pointers, mask, OPERAND: tl.constexpr, PAIRS: tl.constexpr):
-    """A masked tile as matrix operands: (even channels, odd channels), or (all, all) without pairs."""
+def load_keys(pointers, mask, OPERAND: tl.constexpr, PAIRS: tl.constexpr):
+    """A masked tile of keys as two operands whose channels :func:`load_queries` matches.
+
+    Without pairs both are the tile, and the second is not used.
+    """
+    raw = tl.load(pointers, mask=mask, other=0.0)
+    if PAIRS:
+        low, high = fp8_quad_to_fp16(raw)
+    else:
+        low = raw.to(OPERAND)
+        high = low
+    return low, high
+
+
+@triton.jit
+def load_values(pointers, mask, OPERAND: tl.constexpr, PAIRS: tl.constexpr):
+    """A masked tile of values: (even channels, odd channels), or (all, all) without pairs."""
     raw = tl.load(pointers, mask=mask, other=0.0)
     if PAIRS:
         even, odd = fp8_pair_to_fp16(raw)
@@ -75,10 +113,10 @@ def load_operands(pointers, mask, OPERAND: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def attend_tile(
-    q_even,  # [M, C] OPERAND
-    q_odd,  # [M, C] OPERAND; PAIRS only
+    q_low,  # [M, C] OPERAND
+    q_high,  # [M, C] OPERAND; PAIRS only
     top,  # [M] running maximum, less SHIFT
-    total,  # [M] running sum
+    total,  # [M, TILE / 4] running sums, added up at the end
     out_even,  # [M, C] FP32
     out_odd,  # [M, C] FP32; PAIRS only
     k_ptr,  # first token of the tile, this KV head
@@ -105,15 +143,15 @@ def attend_tile(
     for 16-bit weights. ``total`` sums the weights without it.
     """
     channel = tl.arange(0, C)
-    k_even, k_odd = load_operands(
+    k_low, k_high = load_keys(
         k_ptr + k_offset[:, None] + channel[None, :], valid[:, None], OPERAND, PAIRS
     )
-    v_even, v_odd = load_operands(
+    v_even, v_odd = load_values(
         v_ptr + v_offset[:, None] + channel[None, :], valid[:, None], OPERAND, PAIRS
     )
-    scores = tl.dot(q_even, tl.trans(k_even))
+    scores = tl.dot(q_low, tl.trans(k_low))
     if PAIRS:
-        scores = tl.dot(q_odd, tl.trans(k_odd), scores)
+        scores = tl.dot(q_high, tl.trans(k_high), scores)
     if SCALED:
         k_scale = tl.load(k_scale_ptr + scale_offset, mask=valid, other=0.0)
         v_scale = tl.load(v_scale_ptr + scale_offset, mask=valid, other=1.0)
@@ -131,9 +169,12 @@ def attend_tile(
     keep = tl.exp2(top - new_top)
     weights = tl.exp2(scores - new_top[:, None])
     if SCALED:
-        total = total * keep + tl.sum(weights * tl.exp2(-log_v_scale)[None, :], 1)
+        shares = weights * tl.exp2(-log_v_scale)[None, :]
     else:
-        total = total * keep + tl.sum(weights, 1)
+        shares = weights
+    # sums within a thread only: the exchange between threads waits until the last tile
+    shares = tl.sum(tl.reshape(shares, [shares.shape[0], 4, TILE // 4]), 1)
+    total = total * keep[:, None] + shares
     operand = weights.to(OPERAND)
     out_even = tl.dot(operand, v_even, out_even * keep[:, None])
     if PAIRS:
@@ -145,14 +186,13 @@ def attend_tile(
 def load_queries(
     q_ptr, offsets, mask, C: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr
 ):
-    """Query vectors at ``offsets`` [M]: (even channels, odd channels), or (all, all)."""
+    """Query vectors at ``offsets`` [M]: (channels 4t, 4t + 1; 4t + 2, 4t + 3), or (all, all)."""
     channel = tl.arange(0, C)
     if PAIRS:
-        even = tl.load(q_ptr + offsets[:, None] + 2 * channel[None, :], mask=mask[:, None], other=0.0)
-        odd = tl.load(
-            q_ptr + offsets[:, None] + 2 * channel[None, :] + 1, mask=mask[:, None], other=0.0
-        )
-        return even.to(OPERAND), odd.to(OPERAND)
+        at = q_ptr + offsets[:, None] + (2 * channel - channel % 2)[None, :]
+        low = tl.load(at, mask=mask[:, None], other=0.0)
+        high = tl.load(at + 2, mask=mask[:, None], other=0.0)
+        return low.to(OPERAND), high.to(OPERAND)
     else:
         both = tl.load(q_ptr + offsets[:, None] + channel[None, :], mask=mask[:, None], other=0.0)
         return both.to(OPERAND), both.to(OPERAND)
