@@ -209,9 +209,14 @@ def f32_pair_to_bf16(a, b):
     return vector([a, b], fx.Float32).to(fx.BFloat16).bitcast(fx.Uint32)[0]
 
 
-def f32_pair_to_fp8(a, b, old, high):
-    """Two floats into half a word; the caller keeps them within the type's range."""
-    return fx.Uint32(rocdl.cvt_pk_fp8_f32(T.i32, a, b, old, high))
+def f32_to_fp8(traits, value):
+    """One float to an FP8 byte, rounded to nearest even, saturating."""
+    top = traits.fp8.max_value
+    low = fx.Float32(-top)
+    value = fx.Float32((value > fx.Float32(top)).select(fx.Float32(top), value))
+    value = fx.Float32((value < low).select(low, value))
+    word = rocdl.cvt_pk_fp8_f32(T.i32, value, value, fx.Int32(0), False)
+    return fx.Uint8(fx.Uint32(word) & 0xFF)
 
 
 def words_to_bf16(traits, raw, fp8):
