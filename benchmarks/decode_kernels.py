@@ -220,6 +220,7 @@ class Cell:
         shape = StepShape(
             page_size=PAGE, num_kv_heads=1, group=self.heads, max_seqs=self.batch,
             max_tokens=self.batch, max_length=self.context, query_len=1,
+            kv_fp8=self.case.kv.is_fp8,
             compute_units=CU or torch.cuda.get_device_properties(DEVICE).multi_processor_count,
         )  # fmt: skip
         planner = Planner(shape, DEVICE, target)

@@ -43,6 +43,7 @@ def step_shape(case: Case, **more) -> StepShape:
         "max_tokens": sum(case.query_lens) + 3 * max(1, query_len),
         "max_length": max(case.lens) + 1000,
         "query_len": query_len,
+        "kv_fp8": case.kv_dtype.is_fp8,
         "compute_units": torch.cuda.get_device_properties(device()).multi_processor_count,
     }
     return StepShape(**(sizes | more))

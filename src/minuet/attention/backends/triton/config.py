@@ -29,8 +29,16 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """How parts are merged: channels of a program, parts taken at once, warps."""
+    """How the parts of a query vector are merged.
 
+    Attributes:
+        parts: for rows of up to this many parts, as a rule.
+        width: channels of a program.
+        chunk: parts taken at once.
+        warps: warps per program.
+    """
+
+    parts: int
     width: int
     chunk: int
     warps: int
@@ -45,6 +53,7 @@ class Target:
         fp8_operand: 16-bit type of matrix operands made from FP8.
         pdl: launches may overlap their prologue with the kernel before (programmatic dependent
             launch).
+        prefetch: the first tile's lines are asked for while the queries load (NVIDIA).
         min_columns: narrowest matrix operand.
         dense: decode over everything, BF16 or FP16 cache.
         dense_fp8: the same, FP8 cache.
@@ -57,13 +66,12 @@ class Target:
         score_parts_per_unit: parts of scoring per compute unit, over all KV heads.
         score_prefill: block scores, many query tokens.
         score_vectors: query vectors (tokens x index heads) of a prefill score tile.
-        merge: merge of parts, few rows.
-        merge_many: merge of parts, more rows than ``merge_few_rows``.
-        merge_few_rows: rows (sequence x KV head) up to which there are few.
+        merge: merge of parts, by falling ``parts``.
         few_blocks: blocks up to which a row ranks all against all.
         many_blocks: blocks taken at once beyond.
         one_part_tiles: tiles of all sequences per compute unit up to which a unit gets one part of
-            dense decode, not ``SplitPolicy.parts_per_unit``.
+            dense decode, not ``SplitPolicy.parts_per_unit``; 16-bit cache.
+        one_part_tiles_fp8: the same, FP8 cache, whose conversions a second part hides.
         row_parts_per_unit: parts per compute unit that sparse decode rows are divided into, at most.
         interpreted: runs in Triton's interpreter: matrix operands are FP32, which it gets right.
     """
@@ -71,6 +79,7 @@ class Target:
     pairs: bool
     fp8_operand: str
     pdl: bool
+    prefetch: bool
     min_columns: int
     dense: Tuning
     dense_fp8: Tuning
@@ -83,12 +92,15 @@ class Target:
     score_parts_per_unit: int
     score_prefill: Tuning
     score_vectors: int
-    merge: Merge
-    merge_many: Merge
-    merge_few_rows: int = 8
+    merge: tuple[Merge, ...] = (
+        Merge(1024, 32, 64, 2),
+        Merge(24, 64, 16, 1),
+        Merge(8, 128, 8, 1),
+    )
     few_blocks: int = 128
     many_blocks: int = 1024
-    one_part_tiles: int = 12
+    one_part_tiles: int = 1_000_000
+    one_part_tiles_fp8: int = 12
     row_parts_per_unit: int = 2
     interpreted: bool = False
 
@@ -97,6 +109,7 @@ _NVIDIA = Target(
     pairs=True,
     fp8_operand="fp16",
     pdl=True,
+    prefetch=True,
     min_columns=8,
     dense=Tuning(128, 4, 3),
     dense_fp8=Tuning(128, 4, 3),
@@ -105,12 +118,10 @@ _NVIDIA = Target(
     prefill=Tuning(64, 8, 3),
     prefill_fp8=Tuning(64, 8, 3),
     prefill_vectors=128,
-    score=Tuning(128, 4, 4),
-    score_parts_per_unit=2,
+    score=Tuning(128, 4, 3),
+    score_parts_per_unit=3,
     score_prefill=Tuning(128, 4, 3),
     score_vectors=64,
-    merge=Merge(32, 64, 4),
-    merge_many=Merge(128, 16, 2),
 )
 
 # Ampere: no FP8, no programmatic dependent launch; 163 KiB of shared memory.
@@ -130,6 +141,7 @@ _AMD = Target(
     pairs=False,
     fp8_operand="bf16",
     pdl=False,
+    prefetch=False,
     min_columns=16,
     dense=Tuning(64, 4, 2),
     dense_fp8=Tuning(64, 4, 2),
@@ -142,12 +154,16 @@ _AMD = Target(
     score_parts_per_unit=2,
     score_prefill=Tuning(128, 4, 1),
     score_vectors=32,
-    merge=Merge(32, 32, 4),
-    merge_many=Merge(128, 16, 2),
 )
 
 _INTERPRETER = replace(
-    _NVIDIA, pairs=False, pdl=False, fp8_operand="fp32", interpreted=True, many_blocks=256
+    _NVIDIA,
+    pairs=False,
+    pdl=False,
+    prefetch=False,
+    fp8_operand="fp32",
+    interpreted=True,
+    many_blocks=256,
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

@@ -335,6 +335,7 @@ def score_launch(
         PAIRS=pairs,
         RAGGED=chunk is not None,
         STAGES=tuning.stages,
+        PREFETCH=target.prefetch,
         PDL=target.pdl,
     )
     return Launch(choose_kernels.score_blocks, grid, args, _options(target, tuning))
@@ -436,6 +437,7 @@ def _dense_launches(
         M=max(16, _power_of_2(query_len) * group_pad),
         ROW_MASK=query_len > 1,
         PLAN_TILE=SPLIT.tile_tokens,
+        PREFETCH=target.prefetch,
     )
     grid = (plan.tables["work"].shape[0], heads)
     main = Launch(attend_kernels.attend_dense, grid, args, _options(target, tuning))
@@ -521,8 +523,8 @@ def _merge_launch(
 ) -> Launch:
     """Merge; ``extents`` are rows of the plan, KV heads and query vectors of a row."""
     target, (rows, heads, vectors) = plan.target, extents
-    few = rows * heads <= target.merge_few_rows
-    how: Merge = target.merge if few else target.merge_many
+    parts_of_row = static_parts or -(-slots // plan.shape.max_seqs)
+    how: Merge = [m for m in target.merge if parts_of_row <= m.parts][-1]
     dim = common["D"]
     width = min(how.width, dim)
     args = dict(

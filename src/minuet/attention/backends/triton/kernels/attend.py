@@ -9,6 +9,7 @@ from minuet.attention.backends.triton.kernels.common import (
     attend_tile,
     let_next_start,
     load_queries,
+    prefetch_lines,
     store_output,
     store_partial,
     wait_for_previous,
@@ -98,6 +99,7 @@ def attend_dense(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     PLAN_TILE: tl.constexpr,  # tokens per tile of the plan; a multiple of TILE
+    PREFETCH: tl.constexpr,
     OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, ROW_MASK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -114,6 +116,17 @@ def attend_dense(
     page = tl.load(table_ptr + first * TILE // PAGE, mask=first < end, other=0)
     wait_for_previous(PDL)
     if first < end:
+        if PREFETCH and PAGE >= TILE:
+            row = first * TILE % PAGE + tl.arange(0, TILE)
+            line = page.to(tl.int64) * stride_k_page + head * stride_k_head
+            line = k_ptr + line + row * STRIDE_K_TOKEN
+            prefetch_lines(line, PREFETCH)
+            value_line = page.to(tl.int64) * stride_v_page + head * stride_v_head
+            value_line = v_ptr + value_line + row * STRIDE_V_TOKEN
+            prefetch_lines(value_line, PREFETCH)
+            if C > 64:  # two lines per vector
+                prefetch_lines(line + 64, PREFETCH)
+                prefetch_lines(value_line + 64, PREFETCH)
         vector = tl.arange(0, M)
         query, member = vector // GROUP_PAD, vector % GROUP_PAD
         real = (query < query_len) & (member < GROUP)
@@ -200,25 +213,25 @@ def attend_blocks(
     table_ptr += sequence * stride_table
     entry = tl.arange(0, TOP_PAD)
     num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
+    wait_for_previous(PDL)
+    vector = tl.arange(0, M)
+    real = vector < GROUP
+    offsets = token * stride_q_token + (head * GROUP + vector) * stride_q_head
+    q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
     if FROM_SCORES:
         scores_ptr = source_ptr + (head * num_tokens + token) * stride_scores
         blocks, pages = choose_blocks(
             scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
-            TOP, TOP_PAD, FEW, MANY, PDL,
+            TOP, TOP_PAD, FEW, MANY,
         )  # fmt: skip
         chosen = tl.minimum(num_blocks, TOP)
     else:
-        wait_for_previous(PDL)
         blocks = tl.load(
             source_ptr + (token * heads + head) * TOP + entry, mask=entry < TOP, other=-1
         )
         chosen = tl.sum((blocks >= 0).to(tl.int32), 0)
         pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
 
-    vector = tl.arange(0, M)
-    real = vector < GROUP
-    offsets = token * stride_q_token + (head * GROUP + vector) * stride_q_head
-    q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
     top = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M, TILE // 4], tl.float32)
     even = tl.zeros([M, C], tl.float32)
@@ -371,9 +384,11 @@ def merge_parts(
             part = begin + tl.arange(0, CHUNK)
             at = base + part.to(tl.int64) * vectors
             lse = tl.load(lse_ptr + at, mask=part < parts, other=float("-inf"))
-            alive = lse > float("-inf")
+            # not masked by lse, which would cost a second wait; a part without tokens stored zeros
             values = tl.load(
-                partial_ptr + at[:, None] * D + channel[None, :], mask=alive[:, None], other=0.0
+                partial_ptr + at[:, None] * D + channel[None, :],
+                mask=(part < parts)[:, None],
+                other=0.0,
             )
             new_top = tl.maximum(top, tl.max(lse, 0))
             weights = tl.exp2(lse - new_top)

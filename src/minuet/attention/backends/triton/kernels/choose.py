@@ -7,6 +7,7 @@ from minuet.attention.backends.triton.kernels.common import (
     let_next_start,
     load_keys,
     load_queries,
+    prefetch_lines,
     wait_for_previous,
 )
 
@@ -40,14 +41,13 @@ def block_of_key(key):
 @triton.jit
 def rank_all(
     scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
-    TOP: tl.constexpr, TOP_PAD: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """:func:`choose_blocks` for at most MOST blocks: every block is compared with every other."""
     entry = tl.arange(0, TOP_PAD)
     block = tl.arange(0, MOST)
     here = block < num_blocks
     page = tl.load(table_ptr + block, mask=here, other=0)
-    wait_for_previous(PDL)
     if num_blocks <= TOP:
         rank = block
     else:
@@ -72,7 +72,6 @@ def choose_blocks(
     TOP_PAD: tl.constexpr,
     FEW: tl.constexpr,
     MANY: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """The ``min(TOP, num_blocks)`` best blocks of a row and their pages, in no order.
 
@@ -85,14 +84,13 @@ def choose_blocks(
     entry = tl.arange(0, TOP_PAD)
     if num_blocks <= FEW // 2:
         blocks, pages = rank_all(
-            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW // 2, PDL
+            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW // 2
         )
     elif num_blocks <= FEW:
         blocks, pages = rank_all(
-            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW, PDL
+            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW
         )
     else:
-        wait_for_previous(PDL)
         best = tl.full([TOP_PAD], _NOTHING, tl.int64)
         # entries beyond TOP must never be the worst one
         best = tl.where(entry < TOP, best + entry, 0x7FFFFFFFFFFFFFFF)
@@ -135,7 +133,7 @@ def score_blocks(
     STRIDE_K_TOKEN: tl.constexpr,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, M: tl.constexpr, I: tl.constexpr,
     C: tl.constexpr, PAGE: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr,
-    RAGGED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    RAGGED: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Largest ``iq . ik`` over the visible tokens of each block, for all heads of a few tokens.
 
@@ -159,8 +157,15 @@ def score_blocks(
         count = query_len
         position = length - query_len
     table_ptr += sequence * stride_table
+    page = tl.load(table_ptr + first, mask=first < end, other=0)
     wait_for_previous(PDL)
     if first < end:
+        if PREFETCH:
+            line = index_k_ptr + page.to(tl.int64) * stride_k_page
+            line += tl.arange(0, PAGE) * STRIDE_K_TOKEN
+            prefetch_lines(line, PREFETCH)
+            if C > 64:  # two lines per vector
+                prefetch_lines(line + 64, PREFETCH)
         column = tl.arange(0, M)
         query, head = column // HEADS_PAD, column % HEADS_PAD
         real = (query < count) & (head < HEADS)
@@ -174,7 +179,6 @@ def score_blocks(
         score_at += (first_token + query - first_score) * stride_scores_token
         within = tl.arange(0, PAGE)
         channel = tl.arange(0, C)
-        page = tl.load(table_ptr + first)
         for block in tl.range(first, end, num_stages=STAGES):
             ahead = tl.load(table_ptr + tl.minimum(block + 1, end - 1))
             token = block * PAGE + within
@@ -228,9 +232,10 @@ def list_blocks(
         visible = tl.load(lengths_ptr + sequence) - query_len + 1 + query
     num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
     scores_ptr += head.to(tl.int64) * stride_scores_head + chunk_token * stride_scores_token
+    wait_for_previous(PDL)
     blocks, _ = choose_blocks(
         scores_ptr, table_ptr + sequence * stride_table, num_blocks, init_blocks, local_blocks,
-        TOP, TOP_PAD, FEW, MANY, PDL,
+        TOP, TOP_PAD, FEW, MANY,
     )  # fmt: skip
     let_next_start(PDL)
     entry = tl.arange(0, TOP_PAD)

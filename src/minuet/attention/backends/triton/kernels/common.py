@@ -187,15 +187,35 @@ def load_queries(
     q_ptr, offsets, mask, C: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr
 ):
     """Query vectors at ``offsets`` [M]: (channels 4t, 4t + 1; 4t + 2, 4t + 3), or (all, all)."""
-    channel = tl.arange(0, C)
     if PAIRS:
-        at = q_ptr + offsets[:, None] + (2 * channel - channel % 2)[None, :]
-        low = tl.load(at, mask=mask[:, None], other=0.0)
-        high = tl.load(at + 2, mask=mask[:, None], other=0.0)
-        return low.to(OPERAND), high.to(OPERAND)
+        channel = tl.arange(0, 2 * C)
+        both = tl.load(q_ptr + offsets[:, None] + channel[None, :], mask=mask[:, None], other=0.0)
+        M: tl.constexpr = both.shape[0]
+        quads = tl.reshape(both.to(OPERAND), [M, C // 2, 2, 2])
+        low, high = tl.split(tl.permute(quads, [0, 1, 3, 2]))
+        return tl.reshape(low, [M, C]), tl.reshape(high, [M, C])
     else:
+        channel = tl.arange(0, C)
         both = tl.load(q_ptr + offsets[:, None] + channel[None, :], mask=mask[:, None], other=0.0)
         return both.to(OPERAND), both.to(OPERAND)
+
+
+@triton.jit
+def prefetch_lines(pointers, PREFETCH: tl.constexpr):
+    """Ask for the cache lines of ``pointers`` without waiting.
+
+    The query vectors must be in shared memory before the compiler starts the pipeline of keys and
+    values; this way the first tile is on its way to the L2 cache meanwhile.
+    """
+    if PREFETCH:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
