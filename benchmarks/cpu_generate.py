@@ -37,13 +37,14 @@ def main() -> int:
     """Run, print a table, write JSON."""
     args = _arguments()
     torch.set_num_threads(args.threads)
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = args.checkpoint
-        if folder is None:
-            folder = make_checkpoint(
-                Path(scratch) / args.preset, preset=args.preset, dtype="float32"
+        for name in [args.checkpoint.name] if args.checkpoint else args.presets.split(","):
+            folder = args.checkpoint or make_checkpoint(
+                Path(scratch) / name, preset=name, dtype="float32"
             )
-        rows = [_compare(folder, count, args) for count in sorted({1, args.requests})]
+            counts = sorted({1, args.requests})
+            rows += [{"checkpoint": name, **_compare(folder, c, args)} for c in counts]
     report = {**_header(args), "rows": rows}
     _show(report)
     if args.json:
@@ -59,7 +60,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=Path, help="a folder; default: a random one is written"
     )
-    parser.add_argument("--preset", default="bench", help="sizes of the random one (default bench)")
+    parser.add_argument(
+        "--presets",
+        default="small,bench",
+        help="sizes of the random ones: small has the released head geometry (16 heads of 128 per "
+        "KV head), bench wider experts and smaller heads (default both)",
+    )
     parser.add_argument("--requests", type=int, default=16, help="concurrent requests (default 16)")
     parser.add_argument("--input", type=int, default=512, help="prompt tokens (default 512)")
     parser.add_argument("--output", type=int, default=64, help="tokens drawn (default 64)")
@@ -134,7 +140,6 @@ def _header(args: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    shape = shape_of(args.preset) if args.checkpoint is None else None
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -146,16 +151,25 @@ def _header(args: argparse.Namespace) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "checkpoint": str(shape) if shape else args.checkpoint.name,
+        "shapes": {} if args.checkpoint else {p: str(shape_of(p)) for p in args.presets.split(",")},
     }
 
 
 def _show(report: dict[str, Any]) -> None:
     table = Table(title="greedy generation on a CPU, FP32; output tokens per second, medians")
-    for column in ("requests", "in / out", "minuet", "transformers", "ratio", "min .. max"):
+    for column in (
+        "checkpoint",
+        "requests",
+        "in / out",
+        "minuet",
+        "transformers",
+        "ratio",
+        "min .. max",
+    ):
         table.add_column(column, justify="right")
     for row in report["rows"]:
         table.add_row(
+            row["checkpoint"],
             str(row["requests"]),
             f"{row['input']} / {row['output']}",
             f"{row['minuet']['tokens_per_s']:.1f}",

@@ -71,7 +71,6 @@ def start(options: Options, announce: Callable[[str], None] = log.info) -> Engin
     arch = detect() if options["arch"] == AUTO else arch_table.get(options["arch"])
     plan = plan_for(options, source.facts, arch)
     plan.require_runnable()
-    _require_single_rank(plan)
     device = device_for(arch)
     if not arch.is_gpu:
         keep_freed_memory()
@@ -114,17 +113,6 @@ class _Clock:
     def lap(self, name: str) -> None:
         now = time.perf_counter()
         self.laps[name], self._last = now - self._last, now
-
-
-def _require_single_rank(plan: ExecutionPlan) -> None:
-    ranks = plan.config.tensor_parallel_size
-    if ranks > 1:
-        raise ConfigError(
-            "this version runs one rank; more can only be planned for",
-            got=f"--tensor-parallel-size {ranks}",
-            expected="1",
-            remedy="use `minuet explain` to plan, and --tensor-parallel-size 1 to run",
-        )
 
 
 def _weights(source: ModelSource, plan: ExecutionPlan, device: Any) -> Any:
