@@ -1,8 +1,9 @@
 """An engine that says what the prompt tells it to, for tests of everything around the model.
 
 The real scheduler, pages, detokeniser and process; only the model is replaced. A prompt may hold
-``SAY{...}YAS`` with a JSON object: ``text`` to say, ``split`` to say it byte by byte, ``delay_ms``
-per step, and ``do`` (nan, raise, crash, hang, sleep) ``at`` a token. Without it, the engine counts.
+``SAY{...}YAS`` with a JSON object: ``text`` to say, ``repeat``ed, ``split`` to say it byte by
+byte, ``delay_ms`` per step, and ``do`` (nan, raise, crash, hang) ``at`` a token. Without it, the
+engine repeats itself.
 """
 
 import json
@@ -36,7 +37,7 @@ class Script:
     def __init__(self, tokenizer, eos, prompt):
         found = _SCRIPT.findall(tokenizer.decode(prompt, skip_special=False))
         told = json.loads(found[-1]) if found else {}
-        text = told.get("text", "")
+        text = told.get("text", "") * told.get("repeat", 1)
         pieces = [bytes([b]) for b in text.encode()] if told.get("split") else None
         if pieces:
             by_bytes = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
@@ -121,7 +122,7 @@ def prepare(options: Options) -> Served:
 
 
 class _Grammars:
-    """Compiles for real, so that refusals are real; made on first use, since most tests need none."""
+    """Compiles for real, so that refusals are real; made on first use: most tests need none."""
 
     def __init__(self, tokenizer, eos):
         self._made, self._args = None, (tokenizer, tokenizer.vocab_size, [eos])

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` and ``/v1/responses``: reasoning, tools, streams, over scripted answers."""
+"""Chats and responses over scripted answers: reasoning, tools, and streams that say the same."""
 
 import json
 
@@ -44,7 +44,9 @@ def folded(parts):
     choices = {}
     for part in parts:
         for choice in part["choices"]:
-            seen = choices.setdefault(choice["index"], {"content": "", "reasoning": "", "calls": {}})
+            seen = choices.setdefault(
+                choice["index"], {"content": "", "reasoning": "", "calls": {}}
+            )
             delta = choice["delta"]
             seen["content"] += delta.get("content") or ""
             seen["reasoning"] += delta.get("reasoning") or ""

@@ -1,4 +1,4 @@
-"""``/v1/completions`` over the real engine: every field does what it says, or is refused by name."""
+"""``/v1/completions`` over the real engine: a field does what it says, or is refused by name."""
 
 import json
 

@@ -6,6 +6,7 @@ end: the answer's last part, a refusal, or an error.
 
 import asyncio
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -292,6 +293,9 @@ class EngineClient:
     async def stop(self) -> None:
         """End the process; requests still live get an error."""
         self._stopping = True
+        for task in self._tasks:
+            task.cancel()  # first: it might start another process
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_all(EngineError("the server is shutting down"))
         life = self._life
         if life is not None and life.process.poll() is None:
@@ -300,9 +304,6 @@ class EngineClient:
             deadline = time.perf_counter() + _STOP_S
             while life.process.poll() is None and time.perf_counter() < deadline:
                 await asyncio.sleep(0.02)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if life is not None:
             life.close()
         self._context.destroy(linger=0)
@@ -314,7 +315,8 @@ class EngineClient:
         for socket, name in ((to_engine, "in"), (from_engine, "out")):
             socket.set_hwm(0)
             socket.bind(f"ipc://{directory}/{name}")
-        command = [sys.executable, "-m", "minuet.engine.process", str(directory)]
+        command = [sys.executable, "-m", "minuet.engine.process"]
+        command += [str(directory), str(os.getpid())]
         # a session of its own: Ctrl-C is for the server, which then drains
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         life = _Life(process, directory, to_engine, from_engine)

@@ -15,6 +15,7 @@ from minuet.engine.ipc import GrammarSpec
 from minuet.errors import RequestError
 
 _CACHE_BYTES = 64 * 2**20
+_CONTROLS = frozenset(range(0x20))
 _MAX_WHITESPACE = 32
 _NEVER = float("-inf")
 
@@ -54,28 +55,41 @@ class Grammars:
         stop_token_ids: Sequence[int],
         markers: Sequence[int] = (),
     ):
-        xgrammar = self._xgrammar = importlib.import_module("xgrammar")
+        self._xgrammar = importlib.import_module("xgrammar")
         # xgrammar never allows a token without bytes: so markers cannot be smuggled into strings
         hidden = tokens.special_ids | set(markers)
-        vocabulary = [
+        self._texts = [
             b"" if i in hidden else tokens.token_bytes(i)
             for i in range(min(tokens.vocab_size, vocab_size))
         ]
-        info = xgrammar.TokenizerInfo(
-            vocabulary,
-            vocab_type=xgrammar.VocabType.RAW,
-            vocab_size=vocab_size,
-            stop_token_ids=list(stop_token_ids),
+        self._vocab_size, self._stop_ids = vocab_size, list(stop_token_ids)
+        self._compiler = self._compiler_without(frozenset())
+        self._json_compilers = {b"\n": self._compiler_without(_CONTROLS - set(b"\n"))}
+
+    def _compiler_without(self, banned: frozenset[int]) -> Any:
+        """A compiler that never allows a token with one of these bytes."""
+        texts = [b"" if banned.intersection(text) else text for text in self._texts]
+        info = self._xgrammar.TokenizerInfo(
+            texts,
+            vocab_type=self._xgrammar.VocabType.RAW,
+            vocab_size=self._vocab_size,
+            stop_token_ids=self._stop_ids,
             add_prefix_space=False,
         )
-        self._compiler = xgrammar.GrammarCompiler(
+        return self._xgrammar.GrammarCompiler(
             info, max_threads=1, cache_enabled=True, cache_limit_bytes=_CACHE_BYTES
         )
-        self._vocab_size = vocab_size
 
     def _from_schema(self, source: str) -> Any:
+        # xgrammar lets strings of a limited length hold control characters, and those of a pattern
+        # line breaks too. That is no JSON, so tokens with any are kept out of the whole answer
+        raw = b"" if '"pattern"' in source else b"\n"
+        if raw not in self._json_compilers:
+            self._json_compilers[raw] = self._compiler_without(_CONTROLS - set(raw))
         # a model that likes white space could otherwise write nothing else
-        return self._compiler.compile_json_schema(source, max_whitespace_cnt=_MAX_WHITESPACE)
+        return self._json_compilers[raw].compile_json_schema(
+            source, max_whitespace_cnt=_MAX_WHITESPACE
+        )
 
     def compile(self, spec: GrammarSpec) -> "Grammar":
         """A new state for one request.

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -278,9 +277,15 @@ class _Sent:
         return delta
 
 
-def main(directory: str) -> int:
-    """Serve over the pipes in a directory that the server made; returns the exit code."""
+def main(directory: str, parent: int) -> int:
+    """Serve over the pipes in a directory that the server made; returns the exit code.
+
+    Args:
+        directory: of the pipes.
+        parent: process id of the server.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to stop
+    threading.Thread(target=_end_with, args=(parent,), name="orphan", daemon=True).start()
     context = zmq.Context()
     inbox = context.socket(zmq.PULL)
     inbox.connect(f"ipc://{directory}/in")
@@ -321,11 +326,16 @@ def _close(context: zmq.Context[zmq.Socket[bytes]], code: int) -> int:
     return code
 
 
+def _end_with(parent: int) -> None:
+    """End when the server is gone, also in the midst of start-up: nobody is left to answer to."""
+    while os.getppid() == parent:
+        time.sleep(HEARTBEAT_S)
+    os._exit(1)
+
+
 def _beat(context: zmq.Context[zmq.Socket[bytes]], directory: str, loop: Loop) -> None:
-    socket, parent = _outbox(context, directory), os.getppid()
+    socket = _outbox(context, directory)
     while True:
-        if os.getppid() != parent or not Path(directory).exists():
-            os._exit(1)  # the server is gone; nobody is left to answer to
         began = loop.step_began_s
         age = 0.0 if began is None else time.perf_counter() - began
         socket.send(ipc.encode(ipc.Heartbeat(age, loop.busy, loop.stats)))
@@ -333,4 +343,4 @@ def _beat(context: zmq.Context[zmq.Socket[bytes]], directory: str, loop: Loop) -
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

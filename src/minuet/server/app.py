@@ -151,7 +151,9 @@ class _Server(uvicorn.Server):
         if not self._service.draining:
             self._service.draining = True
             log.info("draining: %d requests in flight", self._service.client.num_live)
-        super().handle_exit(sig, frame)
+        # not the parent's way: it would raise the signal again at the end, before ours
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 async def serve(options: Options, *, factory: str = DEFAULT_FACTORY) -> int:

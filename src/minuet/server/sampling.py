@@ -12,29 +12,9 @@ from minuet.engine.types import SamplingParams
 from minuet.errors import RequestError
 from minuet.models.tokenizer import GenerationDefaults
 from minuet.server.protocol import ResponseFormat, SamplingFields, StructuredOutputs
+from minuet.server.schemas import check_tag, dump, schema_text
 
 _MAX_SCHEMA_BYTES = 128 * 1024
-_MAX_SCHEMA_DEPTH = 48
-
-# What the grammar compiler enforces. A keyword it would pass over is refused: an answer that only
-# seems to keep to its schema is worse than none.
-_ENFORCED = frozenset(
-    {
-        *("type", "properties", "required", "additionalProperties", "items", "prefixItems"),
-        *("minItems", "maxItems", "enum", "const", "anyOf", "$ref", "$defs", "definitions"),
-        *("minLength", "maxLength", "pattern", "minimum", "maximum"),
-        *("exclusiveMinimum", "exclusiveMaximum"),
-    }
-)
-_SAYS_NOTHING = frozenset(
-    {
-        *("title", "description", "default", "examples", "$schema", "$id", "$comment"),
-        *("deprecated", "readOnly", "writeOnly"),
-    }
-)
-_SCHEMA_MAPS = ("properties", "$defs", "definitions")
-_SCHEMA_LISTS = ("anyOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties")
 
 
 def check_unsupported(fields: SamplingFields) -> None:
@@ -178,8 +158,8 @@ def _of_response_format(wanted: ResponseFormat | None) -> list[tuple[str, str, s
     if wanted.format is None:
         raise RequestError("no structural tag", param=param, got=None, expected="format")
     tag = {"type": "structural_tag", "format": wanted.format}
-    _check_tag(tag, param, 0)
-    return [("structural_tag", _dump(tag, param), param)]
+    check_tag(tag, param)
+    return [("structural_tag", dump(tag, param), param)]
 
 
 def _of_structured_outputs(wanted: StructuredOutputs | None) -> list[tuple[str, str, str]]:
@@ -195,12 +175,12 @@ def _of_structured_outputs(wanted: StructuredOutputs | None) -> list[tuple[str, 
     if wanted.choice is not None:
         if not wanted.choice:
             _refuse(param, [], "at least one choice")
-        words = " | ".join(_dump(word, param) for word in wanted.choice)
+        words = " | ".join(dump(word, param) for word in wanted.choice)
         found.append(("ebnf", f"root ::= {words}", param))
     if wanted.grammar is not None:
         found.append(("ebnf", wanted.grammar, param))
     if wanted.structural_tag is not None:
-        _check_tag(_parsed(wanted.structural_tag, param), param, 0)
+        check_tag(_parsed(wanted.structural_tag, param), param)
         found.append(("structural_tag", wanted.structural_tag, param))
     if not found:
         _refuse(param, "nothing", "json, json_object, regex, choice, grammar or structural_tag")
@@ -212,70 +192,3 @@ def _parsed(schema: dict[str, Any] | str, param: str) -> Any:
         return json.loads(schema) if isinstance(schema, str) else schema
     except (ValueError, RecursionError):
         raise RequestError("the schema is not JSON", param=param) from None
-
-
-def schema_text(schema: Any, param: str) -> str:
-    """A schema as text, every keyword of which is enforced.
-
-    Raises:
-        RequestError: names the keyword that is not, or the size that is too much.
-    """
-    _check_schema(schema, param, 0)
-    return _dump(schema, param)
-
-
-def _check_tag(value: Any, param: str, depth: int) -> None:
-    """The schemas within a structural tag are held to the same rule."""
-    if depth > _MAX_SCHEMA_DEPTH:
-        _refuse(param, f"{depth} levels", f"at most {_MAX_SCHEMA_DEPTH}")
-    if isinstance(value, dict):
-        for word, part in value.items():
-            if word in ("json_schema", "schema") and isinstance(part, dict):
-                _check_schema(part, param, depth)
-            else:
-                _check_tag(part, param, depth + 1)
-    elif isinstance(value, list):
-        for part in value:
-            _check_tag(part, param, depth + 1)
-
-
-def _dump(value: Any, param: str) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        raise RequestError("not JSON", param=param, expected="finite numbers") from None
-
-
-def _check_schema(schema: Any, param: str, depth: int) -> None:
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict) or depth > _MAX_SCHEMA_DEPTH:
-        raise RequestError(
-            "not a JSON schema",
-            param=param,
-            got=type(schema).__name__ if depth <= _MAX_SCHEMA_DEPTH else f"{depth} levels",
-            expected=f"objects, nested at most {_MAX_SCHEMA_DEPTH} deep",
-        )
-    for word in schema:
-        if word not in _ENFORCED and word not in _SAYS_NOTHING:
-            raise RequestError(
-                "a keyword of the schema cannot be enforced",
-                param=param,
-                got=word,
-                expected=", ".join(sorted(_ENFORCED)),
-            )
-    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
-        _refuse(param, "pattern with a length", "the length as part of the pattern")
-    if str(schema.get("$ref", "#")).partition("/")[0] != "#":
-        _refuse(param, schema["$ref"], "references into the schema itself")
-    for word in _SCHEMA_MAPS:
-        if isinstance(schema.get(word), dict):
-            for part in schema[word].values():
-                _check_schema(part, param, depth + 1)
-    for word in _SCHEMA_LISTS:
-        if isinstance(schema.get(word), list):
-            for part in schema[word]:
-                _check_schema(part, param, depth + 1)
-    for word in _SCHEMAS:
-        if word in schema:
-            _check_schema(schema[word], param, depth + 1)
