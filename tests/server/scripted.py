@@ -15,7 +15,6 @@ import time
 from minuet.config import Options
 from minuet.engine import ipc
 from minuet.engine.core import Core, Limits
-from minuet.engine.grammar import Grammars
 from minuet.engine.pages import PagePool
 from minuet.engine.prefix import PrefixCache, lane_salt
 from minuet.engine.process import Served
@@ -128,6 +127,8 @@ class _Grammars:
         self._made, self._args = None, (tokenizer, tokenizer.vocab_size, [eos])
 
     def compile(self, spec):
+        from minuet.engine.grammar import Grammars  # brings torch
+
         self._made = self._made or Grammars(*self._args)
         return self._made.compile(spec)
 
