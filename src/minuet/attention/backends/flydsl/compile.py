@@ -6,13 +6,16 @@ Results are kept under a key of the arch, the versions of everything involved an
 device code: a change in any of them is a different key.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -97,12 +100,15 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def compile_all(keys: Iterable[Key], cache_dir: Path) -> dict[Key, Compiled]:
+def compile_all(
+    keys: Iterable[Key], cache_dir: Path, *, objects: bool = False
+) -> dict[Key, Compiled]:
     """Compile what is not in the cache yet; one subprocess per arch.
 
     Args:
         keys: specialisations.
         cache_dir: results go to ``<cache_dir>/<fingerprint>/<arch>/``.
+        objects: also what a launch loads; doubles the work.
 
     Returns:
         every key's result.
@@ -113,13 +119,29 @@ def compile_all(keys: Iterable[Key], cache_dir: Path) -> dict[Key, Compiled]:
     """
     wanted = sorted(set(keys))
     tools = toolchain(cache_dir)
-    missing: dict[str, list[Key]] = {}
+    by_arch: dict[str, list[Key]] = {}
     for key in wanted:
-        if not (_folder(key, cache_dir) / "report.json").exists():
-            missing.setdefault(key.arch, []).append(key)
-    for arch, todo in missing.items():
-        _run_worker(arch, todo, cache_dir, tools)
+        by_arch.setdefault(key.arch, []).append(key)
+    for arch, asked in by_arch.items():
+        # one process compiles, others that ask for the same wait and read
+        with _locked(cache_dir / fingerprint() / arch / "lock"):
+            missing = [key for key in asked if not _done(key, cache_dir, objects)]
+            if missing:
+                _run_worker(missing, cache_dir, tools, objects)
     return {key: _read(key, cache_dir) for key in wanted}
+
+
+def _done(key: Key, cache_dir: Path, objects: bool) -> bool:
+    folder = _folder(key, cache_dir)
+    return (folder / "report.json").exists() and (not objects or (folder / "loadable").exists())
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def _folder(key: Key, cache_dir: Path) -> Path:
@@ -147,7 +169,7 @@ def worker_environment(arch: str, cache_dir: Path, tools: Toolchain) -> dict[str
     }
 
 
-def _run_worker(arch: str, keys: list[Key], cache_dir: Path, tools: Toolchain) -> None:
+def _run_worker(keys: list[Key], cache_dir: Path, tools: Toolchain, objects: bool) -> None:
     if not available():
         raise ConfigError(
             "kernels of the flydsl backend need FlyDSL",
@@ -157,19 +179,18 @@ def _run_worker(arch: str, keys: list[Key], cache_dir: Path, tools: Toolchain) -
         )
     for key in keys:
         _folder(key, cache_dir).mkdir(parents=True, exist_ok=True)
-    request = json.dumps(
-        [
-            {"kernel": k.kernel, "options": dict(k.options), "out": str(_folder(k, cache_dir))}
-            for k in keys
-        ]
-    )
+        (_folder(key, cache_dir) / "kernel.s").unlink(missing_ok=True)  # of a run that failed
+    kernels = [
+        {"kernel": k.kernel, "options": dict(k.options), "out": str(_folder(k, cache_dir))}
+        for k in keys
+    ]
     done = subprocess.run(
         [sys.executable, "-m", _WORKER],
-        input=request,
+        input=json.dumps({"objects": objects, "kernels": kernels}),
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
-        env=worker_environment(arch, cache_dir, tools),
+        env=worker_environment(keys[0].arch, cache_dir, tools),
         check=False,
     )
     for key in keys:
@@ -177,10 +198,14 @@ def _run_worker(arch: str, keys: list[Key], cache_dir: Path, tools: Toolchain) -
         if not (folder / "kernel.s").exists():
             tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
             raise CompileError(f"{key.name}: compiler ended with {done.returncode}\n{tail}")
-        report = read_report((folder / "kernel.s").read_text(), tools.linker)
+        report = read_report(
+            (folder / "kernel.s").read_text(), (folder / "kernel.o").read_bytes(), tools.linker
+        )
         judge(key, report, (folder / "stderr.txt").read_text())
         # last: its presence says that everything else is there and was judged
         (folder / "report.json").write_text(json.dumps(asdict(report), indent=1))
+        if objects:
+            (folder / "loadable").touch()
 
 
 def judge(key: Key, report: Report, stderr: str) -> None:
@@ -201,8 +226,8 @@ def judge(key: Key, report: Report, stderr: str) -> None:
         )
 
 
-def read_report(isa: str, linker: str) -> Report:
-    """Resources of the one kernel in an assembly listing."""
+def read_report(isa: str, code_object: bytes, linker: str) -> Report:
+    """Resources of the one kernel in an assembly listing and its ELF file."""
 
     def number(pattern: str, default: int = 0) -> int:
         found = re.search(pattern, isa)
@@ -220,9 +245,24 @@ def read_report(isa: str, linker: str) -> Report:
         spills=number(r"\.vgpr_spill_count:\s*(\d+)") + number(r"\.sgpr_spill_count:\s*(\d+)"),
         scratch_bytes=number(r"\.private_segment_fixed_size:\s*(\d+)"),
         matrix=matrix,
-        code_bytes=number(r"; codeLenInByte = (\d+)"),
+        code_bytes=text_bytes(code_object),
         linker=linker,
     )
+
+
+def text_bytes(elf: bytes) -> int:
+    """Size of the ``.text`` section of a 64-bit little-endian ELF file; 0 for anything else."""
+    if elf[:4] != b"\x7fELF":
+        return 0
+    (start,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names = struct.unpack_from("<HHH", elf, 0x3A)
+    # (name, type, flags, address, offset, size)
+    headers = [struct.unpack_from("<IIQQQQ", elf, start + size * n) for n in range(count)]
+    strings = headers[names][4]
+    for header in headers:
+        if elf[strings + header[0] :].startswith(b".text\0"):
+            return int(header[5])
+    return 0
 
 
 def _read(key: Key, cache_dir: Path) -> Compiled:

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,13 +23,22 @@ _PACKAGE = "minuet.attention.backends.flydsl.kernels"
 
 def main() -> int:
     """Compile every entry of the request."""
-    for entry in json.load(sys.stdin):
-        compile_one(entry["kernel"], entry["options"], Path(entry["out"]))
+    request = json.load(sys.stdin)
+    for entry in request["kernels"]:
+        compile_one(entry["kernel"], entry["options"], Path(entry["out"]), request["objects"])
     return 0
 
 
-def compile_one(kernel: str, options: Mapping[str, Any], out: Path) -> None:
-    """One specialisation: ``kernel.ll``, ``kernel.s`` and ``stderr.txt`` in ``out``."""
+def compile_one(kernel: str, options: Mapping[str, Any], out: Path, objects: bool) -> None:
+    """One specialisation: ``kernel.ll``, ``kernel.s``, ``kernel.o`` and ``stderr.txt`` in ``out``.
+
+    Args:
+        kernel: key of ``SIGNATURES``.
+        options: of ``build``.
+        out: folder, there already.
+        objects: fill the compiler's own cache too, which a launch loads from; a run that writes
+            the listings does not.
+    """
     from flydsl.runtime.device import get_rocm_arch
 
     signature = SIGNATURES[kernel]
@@ -44,8 +54,38 @@ def compile_one(kernel: str, options: Mapping[str, Any], out: Path) -> None:
             module.build(traits, **options)(*dummies(kernel, options))
         (text,) = Path(scratch).rglob("*_llvm_ir.ll")
         (isa,) = Path(scratch).rglob("*_final_isa.s")
+        (binary,) = Path(scratch).rglob("*_gpu_module_to_binary.mlir")
         (out / "kernel.ll").write_text(text.read_text())
+        (out / "kernel.o").write_bytes(embedded(binary.read_text()))
+        if objects:
+            module.build(traits, **options)(*dummies(kernel, options))
+        # last: the caller takes it as the sign that this specialisation was compiled
         (out / "kernel.s").write_text(isa.read_text())
+
+
+def embedded(mlir: str) -> bytes:
+    """The code object inside a ``gpu.binary``; bytes that do not print are two hex digits."""
+    found = re.search(r'bin = "((?:[^"\\]|\\.)*)"', mlir)
+    if found is None:
+        return b""
+    text = found.group(1).encode("latin-1")
+    escaped = re.compile(rb'\\([0-9A-Fa-f]{2}|[\\"nt])')
+    simple = {b"\\": b"\\", b'"': b'"', b"n": b"\n", b"t": b"\t"}
+    return escaped.sub(lambda m: simple.get(m.group(1)) or bytes([int(m.group(1), 16)]), text)
+
+
+def element_types(options: Mapping[str, Any]) -> dict[str, Any]:
+    """FlyDSL's type of each pointer kind of a specialisation."""
+    import flydsl.expr as fx
+
+    return {
+        "bf16": fx.BFloat16,
+        "f32": fx.Float32,
+        "i32": fx.Int32,
+        "i64": fx.Int64,
+        "cache": fx.Uint8 if options.get("fp8") else fx.BFloat16,
+        "index": fx.Uint8 if options.get("index_fp8") else fx.BFloat16,
+    }
 
 
 def dummies(kernel: str, options: Mapping[str, Any]) -> list[Any]:
@@ -53,9 +93,7 @@ def dummies(kernel: str, options: Mapping[str, Any]) -> list[Any]:
     import flydsl.compiler as flyc
     import flydsl.expr as fx
 
-    types = {"bf16": fx.BFloat16, "f32": fx.Float32, "i32": fx.Int32, "i64": fx.Int64}
-    types["cache"] = fx.Uint8 if options.get("fp8") else fx.BFloat16
-    types["index"] = fx.Uint8 if options.get("index_fp8") else fx.BFloat16
+    types = element_types(options)
     arguments: list[Any] = []
     for _, kind in SIGNATURES[kernel].params:
         if kind.endswith("*"):

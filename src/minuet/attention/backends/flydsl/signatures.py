@@ -22,75 +22,72 @@ class Signature:
         module: of ``kernels``, with a ``build(traits, **options)``.
         params: (name, kind) in order; a kind ending in ``*`` is a pointer, ``cache*`` one to
             elements of the cache lane it reads (bytes for FP8).
+        outputs: names of the pointers that the kernel writes through.
         grid: names of the launcher's parameters behind those of the kernel.
         waves: waves of a workgroup.
     """
 
     module: str
     params: tuple[tuple[str, str], ...]
+    outputs: frozenset[str]
     grid: tuple[str, ...]
     waves: int = WAVES
 
 
-def _params(text: str) -> tuple[tuple[str, str], ...]:
-    pairs = [word.split(":") for word in text.split()]
-    return tuple((name, kind) for name, kind in pairs)
+def _signature(module: str, params: str, grid: tuple[str, ...], waves: int = WAVES) -> Signature:
+    """From ``name:kind`` words; an exclamation mark behind the kind marks an output."""
+    pairs = [word.split(":") for word in params.split()]
+    return Signature(
+        module,
+        tuple((name, kind.removesuffix("!")) for name, kind in pairs),
+        frozenset(name for name, kind in pairs if kind.endswith("!")),
+        grid,
+        waves,
+    )
 
 
 SIGNATURES: Mapping[str, Signature] = MappingProxyType(
     {
-        "attend": Signature(
+        "attend": _signature(
             "attend",
-            _params(
-                "out:bf16* partial_out:f32* partial_lse:f32* q:bf16* k:cache* v:cache* "
-                "k_scale:f32* v_scale:f32* page_table:i32* positions:i64* work:i32* lists:i32* "
-                "scale_log2:f32 kv_heads:i32 group:i32 query_len:i32 max_pages:i32 slots:i32 "
-                "parts:i32 top:i32"
-            ),
+            "out:bf16*! partial_out:f32*! partial_lse:f32*! q:bf16* k:cache* v:cache* "
+            "k_scale:f32* v_scale:f32* page_table:i32* positions:i64* work:i32* lists:i32* "
+            "scale_log2:f32 kv_heads:i32 group:i32 query_len:i32 max_pages:i32 slots:i32 "
+            "parts:i32 top:i32",
             ("grid_x", "grid_z"),
         ),
-        "merge": Signature(
+        "merge": _signature(
             "merge",
-            _params(
-                "out:bf16* partial_out:f32* partial_lse:f32* rows:i32* kv_heads:i32 group:i32 "
-                "query_len:i32 slots:i32 parts:i32"
-            ),
+            "out:bf16*! partial_out:f32* partial_lse:f32* rows:i32* kv_heads:i32 group:i32 "
+            "query_len:i32 slots:i32 parts:i32",
             ("grid_x",),
         ),
-        "scores": Signature(
+        "scores": _signature(
             "scores",
-            _params(
-                "scores:f32* index_q:bf16* index_k:cache* page_table:i32* positions:i64* "
-                "sequences:i32* heads:i32 max_pages:i32 max_blocks:i32"
-            ),
+            "scores:f32*! index_q:bf16* index_k:cache* page_table:i32* positions:i64* "
+            "sequences:i32* heads:i32 max_pages:i32 max_blocks:i32",
             ("grid_x", "grid_y"),
         ),
-        "choose": Signature(
+        "choose": _signature(
             "choose",
-            _params(
-                "blocks:i32* scores:f32* positions:i64* heads:i32 max_blocks:i32 top:i32 "
-                "init_blocks:i32 local_blocks:i32"
-            ),
+            "blocks:i32*! scores:f32* positions:i64* heads:i32 max_blocks:i32 top:i32 "
+            "init_blocks:i32 local_blocks:i32",
             ("grid_x",),
             1,
         ),
-        "write": Signature(
+        "write": _signature(
             "write",
-            _params(
-                "q_out:bf16* index_q_out:bf16* k:cache* v:cache* k_scale:f32* v_scale:f32* "
-                "index_k:index* packed:bf16* slots:i64* cosine:f32* sine:f32* q_norm:f32* "
-                "k_norm:f32* index_q_norm:f32* index_k_norm:f32* eps:f32 q_heads:i32 kv_heads:i32 "
-                "half:i32"
-            ),
+            "q_out:bf16*! index_q_out:bf16*! k:cache*! v:cache*! k_scale:f32*! v_scale:f32*! "
+            "index_k:index*! packed:bf16* slots:i64* cosine:f32* sine:f32* q_norm:f32* "
+            "k_norm:f32* index_q_norm:f32* index_k_norm:f32* eps:f32 q_heads:i32 kv_heads:i32 "
+            "half:i32",
             ("grid_x", "grid_y"),
             1,
         ),
-        "plan": Signature(
+        "plan": _signature(
             "plan",
-            _params(
-                "work:i32* rows:i32* lengths_out:i32* lengths:i32* num_seqs:i32 max_seqs:i32 "
-                "capacity:i32 budget:i32 max_parts:i32 part_tiles:i32 tile_tokens:i32"
-            ),
+            "work:i32*! rows:i32*! lengths_out:i32*! lengths:i32* num_seqs:i32 max_seqs:i32 "
+            "capacity:i32 budget:i32 max_parts:i32 part_tiles:i32 tile_tokens:i32",
             (),
         ),
     }

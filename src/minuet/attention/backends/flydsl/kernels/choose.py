@@ -66,9 +66,7 @@ def build(traits):
                 recent = block >= count - local_blocks
                 rank = first.select(fx.Uint32(_FORCED), rank)
                 rank = fx.Uint32(recent.select(fx.Uint32(_FORCED), rank))
-                key = (fx.Uint64(rank) << 32) | fx.Uint64(
-                    fx.Uint32(0xFFFFFFFF) - fx.Uint32(block)
-                )
+                key = (fx.Uint64(rank) << 32) | fx.Uint64(fx.Uint32(0xFFFFFFFF) - fx.Uint32(block))
                 best = _larger(best, fx.Uint64((key < last).select(key, fx.Uint64(0))))
             distance = 1
             for _ in range_constexpr(6 if traits.wave == 64 else 5):
@@ -100,8 +98,8 @@ def build(traits):
         grid_x: fx.Int32,
         stream: fx.Stream,
     ):
-        kernel(
-            blocks, scores, positions, heads, max_blocks, top, init_blocks, local_blocks
-        ).launch(grid=(grid_x, 1, 1), block=(traits.wave, 1, 1), stream=stream)
+        kernel(blocks, scores, positions, heads, max_blocks, top, init_blocks, local_blocks).launch(
+            grid=(grid_x, 1, 1), block=(traits.wave, 1, 1), stream=stream
+        )
 
     return launch

@@ -40,7 +40,9 @@ def build(traits, fp8, head_dim, page, index_dim, index_fp8):
         """Normalised and rotated channels of this lane, as floats that are BF16 values."""
         width = dim // traits.wave
         own = [
-            fx.Float32(dev.load(packed, fx.BFloat16, base + channel_of(lane, dim, i)).to(fx.Float32))
+            fx.Float32(
+                dev.load(packed, fx.BFloat16, base + channel_of(lane, dim, i)).to(fx.Float32)
+            )
             for i in range(width)
         ]
         square = fx.Float32(0.0)
@@ -64,15 +66,15 @@ def build(traits, fp8, head_dim, page, index_dim, index_fp8):
             partner = _bf16(partner * inverse * (dev.load(weight, fx.Float32, other) + 1.0))
             cos = dev.load(cosine, fx.Float32, rope_at + fx.Int64(angle))
             sin = dev.load(sine, fx.Float32, rope_at + fx.Int64(angle))
-            turned = first.select(
-                mine * cos - partner * sin, mine * cos + partner * sin
-            )
+            turned = first.select(mine * cos - partner * sin, mine * cos + partner * sin)
             out.append(_bf16(rotated.select(turned, mine)))
         return out
 
     def plain(packed, base, dim, lane):
         return [
-            fx.Float32(dev.load(packed, fx.BFloat16, base + channel_of(lane, dim, i)).to(fx.Float32))
+            fx.Float32(
+                dev.load(packed, fx.BFloat16, base + channel_of(lane, dim, i)).to(fx.Float32)
+            )
             for i in range(dim // traits.wave)
         ]
 
@@ -82,9 +84,7 @@ def build(traits, fp8, head_dim, page, index_dim, index_fp8):
         for value in values:
             amax = dev.maximum(amax, (value < fx.Float32(0.0)).select(-value, value))
         amax = dev.over_wave(fx.Float32(amax), dev.maximum, traits)
-        scale = fx.Float32(
-            (amax > fx.Float32(0.0)).select(amax / fx.Float32(top), fx.Float32(1.0))
-        )
+        scale = fx.Float32((amax > fx.Float32(0.0)).select(amax / fx.Float32(top), fx.Float32(1.0)))
         return [dev.f32_to_fp8(traits, value / scale) for value in values], scale
 
     def store_bf16(target, base, values, dim, lane):
@@ -130,15 +130,11 @@ def build(traits, fp8, head_dim, page, index_dim, index_fp8):
         first_index = first_v + kv_heads
         base = row + vector * head_dim
         if vector < first_k:
-            values = normed(
-                packed, q_norm, base, head_dim, eps, half, cosine, sine, rope_at, lane
-            )
+            values = normed(packed, q_norm, base, head_dim, eps, half, cosine, sine, rope_at, lane)
             at = (fx.Int64(token) * q_heads + vector) * head_dim
             store_bf16(q_out, at, values, head_dim, lane)
         if (vector >= first_k) & (vector < first_v):
-            values = normed(
-                packed, k_norm, base, head_dim, eps, half, cosine, sine, rope_at, lane
-            )
+            values = normed(packed, k_norm, base, head_dim, eps, half, cosine, sine, rope_at, lane)
             lane_at = (page_id * kv_heads + (vector - first_k)) * (head_dim * page)
             scale_at = (page_id * kv_heads + (vector - first_k)) * page + inside
             if const_expr(fp8):
@@ -151,7 +147,7 @@ def build(traits, fp8, head_dim, page, index_dim, index_fp8):
                         dev.store(k, fx.Uint8, at, codes[i])
                     else:
                         dev.store(k, fx.BFloat16, at, fx.Float32(values[i]).to(fx.BFloat16))
-                if const_expr(fp8):
+                if const_expr(fp8):  # noqa: SIM102 - traced apart
                     if lane == 0:
                         dev.store(k_scale, fx.Float32, scale_at, scale)
         if (vector >= first_v) & (vector < first_index):
@@ -168,7 +164,7 @@ def build(traits, fp8, head_dim, page, index_dim, index_fp8):
                         dev.store(v, fx.Uint8, at, codes[i])
                     else:
                         dev.store(v, fx.BFloat16, at, fx.Float32(values[i]).to(fx.BFloat16))
-                if const_expr(fp8):
+                if const_expr(fp8):  # noqa: SIM102 - traced apart
                     if lane == 0:
                         dev.store(v_scale, fx.Float32, scale_at, scale)
         if const_expr(index_dim > 0):
