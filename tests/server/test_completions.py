@@ -144,6 +144,8 @@ def test_cached_tokens_are_counted_and_can_be_dropped(tiny):
     [
         ("temperature", -1),
         ("temperature", "hot"),
+        ("temperature", 1e-300),
+        ("repetition_penalty", 1e300),
         ("top_p", 0),
         ("top_k", -2),
         ("min_p", 2),

@@ -22,7 +22,9 @@ Stops = Annotated[list[str], Field(max_length=64)]
 class Strict(BaseModel):
     """No unknown fields, no conversions."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class StreamOptions(Strict):

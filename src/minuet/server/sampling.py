@@ -14,6 +14,8 @@ from minuet.models.tokenizer import GenerationDefaults
 from minuet.server.protocol import ResponseFormat, SamplingFields, StructuredOutputs
 from minuet.server.schemas import check_tag, dump, schema_text
 
+# beyond these, logits in single precision overflow
+_SINGLE_PRECISION = (("temperature", 1e-4, 1e4), ("repetition_penalty", 1e-3, 1e3))
 _MAX_SCHEMA_BYTES = 128 * 1024
 
 
@@ -76,6 +78,9 @@ def params_of(
         "seed",
     ):
         chosen[name] = getattr(fields, name)
+    for name, low, high in _SINGLE_PRECISION:
+        if chosen[name] and not low <= chosen[name] <= high:
+            _refuse(name, chosen[name], f"from {low:g} to {high:g}")
     if chosen["top_k"] == -1:
         chosen["top_k"] = 0
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
