@@ -86,7 +86,9 @@ class Compiled:
         field = lambda name: int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # noqa: E731
         found["registers"] = field("vgpr_count")
         found["stack_bytes"] = field("private_segment_fixed_size")
-        found["spills"] = field("vgpr_spill_count") + field("sgpr_spill_count")
+        # without a stack these live in other registers (AGPRs, lanes of a VGPR)
+        found["vgpr_spills"] = field("vgpr_spill_count")
+        found["sgpr_spills"] = field("sgpr_spill_count")
         found["matrix"] = len(re.findall(r"^\s+v_(?:mfma|wmma|smfmac)\w+", text, re.M))
         found["local"] = len(re.findall(r"^\s+scratch_(?:load|store)\w+", text, re.M))
         found["shared_byte_loads"] = len(re.findall(r"^\s+ds_(?:read|load)_u8\w*", text, re.M))

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+MANY = 1 << 30  # beyond every count
+
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
@@ -29,19 +31,24 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """How the parts of a query vector are merged.
+    """How the parts of a row are merged.
 
     Attributes:
-        parts: for rows of up to this many parts, as a rule.
+        upto: the entry of its table for up to this many parts (dense) or rows (sparse).
+        vectors: query vectors of a program.
         width: channels of a program.
         chunk: parts taken at once.
         warps: warps per program.
+        early: lets the next kernel's prologue start before the merge. Its programs take places
+            while ours still run: pays but for large grids of sparse rows.
     """
 
-    parts: int
+    upto: int
+    vectors: int
     width: int
     chunk: int
     warps: int
+    early: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +60,11 @@ class Target:
         fp8_operand: 16-bit type of matrix operands made from FP8.
         pdl: launches may overlap their prologue with the kernel before (programmatic dependent
             launch).
-        prefetch: the first tile's lines are asked for while the queries load (NVIDIA).
         min_columns: narrowest matrix operand.
         dense: decode over everything, BF16 or FP16 cache.
         dense_fp8: the same, FP8 cache.
+        wide: decode over everything with 32 or more query vectors per sequence and KV head
+            (several query tokens), where accumulators fill the registers.
         blocks: attention of a row over its chosen blocks, 16-bit cache.
         blocks_fp8: the same, FP8 cache.
         prefill: a tile of query tokens against everything, 16-bit cache.
@@ -66,12 +74,12 @@ class Target:
         score_parts_per_unit: parts of scoring per compute unit, over all KV heads.
         score_prefill: block scores, many query tokens.
         score_vectors: query vectors (tokens x index heads) of a prefill score tile.
-        merge: merge of parts, by falling ``parts``.
+        merge: merge of parts of dense decode, by parts of a row.
+        merge_blocks: merge of parts of sparse decode, by rows of the step.
         few_blocks: blocks up to which a row ranks all against all.
         many_blocks: blocks taken at once beyond.
-        one_part_tiles: tiles of all sequences per compute unit up to which a unit gets one part of
-            dense decode, not ``SplitPolicy.parts_per_unit``; 16-bit cache.
-        one_part_tiles_fp8: the same, FP8 cache, whose conversions a second part hides.
+        parts_per_unit: parts of dense decode per compute unit, 16-bit cache.
+        parts_per_unit_fp8: the same, FP8 cache: a second part hides the conversions of the first.
         row_parts_per_unit: parts per compute unit that sparse decode rows are divided into, at most.
         interpreted: runs in Triton's interpreter: matrix operands are FP32, which it gets right.
     """
@@ -79,10 +87,10 @@ class Target:
     pairs: bool
     fp8_operand: str
     pdl: bool
-    prefetch: bool
     min_columns: int
     dense: Tuning
     dense_fp8: Tuning
+    wide: Tuning
     blocks: Tuning
     blocks_fp8: Tuning
     prefill: Tuning
@@ -93,14 +101,19 @@ class Target:
     score_prefill: Tuning
     score_vectors: int
     merge: tuple[Merge, ...] = (
-        Merge(1024, 32, 64, 2),
-        Merge(24, 64, 16, 1),
-        Merge(8, 128, 8, 1),
+        Merge(8, 1, 128, 8, 1, True),
+        Merge(24, 1, 64, 16, 1, True),
+        Merge(MANY, 1, 32, 64, 2, True),
+    )
+    merge_blocks: tuple[Merge, ...] = (
+        Merge(4, 1, 32, 16, 1, True),
+        Merge(16, 1, 64, 16, 1, True),
+        Merge(MANY, 1, 128, 8, 1, False),
     )
     few_blocks: int = 128
     many_blocks: int = 1024
-    one_part_tiles: int = 1_000_000
-    one_part_tiles_fp8: int = 12
+    parts_per_unit: int = 1
+    parts_per_unit_fp8: int = 2
     row_parts_per_unit: int = 2
     interpreted: bool = False
 
@@ -109,10 +122,10 @@ _NVIDIA = Target(
     pairs=True,
     fp8_operand="fp16",
     pdl=True,
-    prefetch=True,
     min_columns=8,
     dense=Tuning(128, 4, 3),
     dense_fp8=Tuning(128, 4, 3),
+    wide=Tuning(64, 8, 3),
     blocks=Tuning(128, 4, 3),
     blocks_fp8=Tuning(128, 4, 3, registers=255),
     prefill=Tuning(64, 8, 3),
@@ -131,20 +144,22 @@ _SM80 = replace(_NVIDIA, pairs=False, pdl=False)
 _SM120 = replace(
     _NVIDIA,
     dense=Tuning(64, 4, 3),
+    wide=Tuning(64, 8, 2),
     blocks=Tuning(64, 4, 3),
     score=Tuning(128, 4, 3),
     prefill=Tuning(64, 8, 2),
 )
 
-# AMD: 64 KiB of LDS on gfx942; the compiler's own pipelining.
-_AMD = Target(
+# gfx9: 64 KiB of LDS on gfx942; four waves, so that a wave may use 512 registers; the compiler's own
+# pipelining.
+_GFX9 = Target(
     pairs=False,
     fp8_operand="bf16",
     pdl=False,
-    prefetch=False,
     min_columns=16,
     dense=Tuning(64, 4, 2),
     dense_fp8=Tuning(64, 4, 2),
+    wide=Tuning(32, 4, 2),
     blocks=Tuning(64, 4, 2),
     blocks_fp8=Tuning(64, 4, 2),
     prefill=Tuning(32, 4, 1),
@@ -156,11 +171,18 @@ _AMD = Target(
     score_vectors=32,
 )
 
+# gfx1250: its matrix layout wants tiles of 64 (the compiler aborts on 32).
+_GFX1250 = replace(
+    _GFX9,
+    wide=Tuning(64, 4, 2),
+    prefill=Tuning(64, 4, 1),
+    prefill_fp8=Tuning(64, 4, 1),
+)
+
 _INTERPRETER = replace(
     _NVIDIA,
     pairs=False,
     pdl=False,
-    prefetch=False,
     fp8_operand="fp32",
     interpreted=True,
     many_blocks=256,
@@ -173,8 +195,8 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
         "sm90": _NVIDIA,
         "sm100": _NVIDIA,
         "sm120": _SM120,
-        "gfx942": _AMD,
-        "gfx950": _AMD,
-        "gfx1250": _AMD,
+        "gfx942": _GFX9,
+        "gfx950": _GFX9,
+        "gfx1250": _GFX1250,
     }
 )

@@ -33,6 +33,8 @@ from minuet.kv.write import HeadNorms
 # T query tokens, S sequences, H query heads, K KV heads, D head dim, I index dim
 
 _INTERPRETED_UNITS = 4  # a few parts per sequence, so that merging is exercised
+_NARROWEST = 16  # rows of a matrix instruction
+_WIDE = 32  # query vectors from which ``config.Target.wide`` applies
 _LOG2_E = 1.4426950408889634
 _OPERANDS = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
 _OPERAND_OF = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -335,7 +337,6 @@ def score_launch(
         PAIRS=pairs,
         RAGGED=chunk is not None,
         STAGES=tuning.stages,
-        PREFETCH=target.prefetch,
         PDL=target.pdl,
     )
     return Launch(choose_kernels.score_blocks, grid, args, _options(target, tuning))
@@ -419,7 +420,10 @@ def _dense_launches(
     q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float
 ) -> tuple[Launch, ...]:
     target, query_len = plan.target, plan.shape.query_len
+    vectors = _power_of_2(query_len) * _power_of_2(q.shape[1] // cache.layout.num_kv_heads)
     tuning = target.dense_fp8 if cache.layout.has_scales else target.dense
+    if vectors >= _WIDE:
+        tuning = target.wide
     group, group_pad, common = _attend_args(q, out, cache, plan, scale, tuning)
     heads, dim, slots = cache.layout.num_kv_heads, q.shape[2], max(plan.slots, 1)
     partial = plan.scratch.take("partial_out", (heads, slots, query_len * group, dim), torch.float32)
@@ -434,10 +438,9 @@ def _dense_launches(
         query_len=query_len,
         GROUP=group,
         GROUP_PAD=group_pad,
-        M=max(16, _power_of_2(query_len) * group_pad),
+        M=max(_NARROWEST, vectors),
         ROW_MASK=query_len > 1,
         PLAN_TILE=SPLIT.tile_tokens,
-        PREFETCH=target.prefetch,
     )
     grid = (plan.tables["work"].shape[0], heads)
     main = Launch(attend_kernels.attend_dense, grid, args, _options(target, tuning))
@@ -478,7 +481,7 @@ def _blocks_launches(
         init_blocks=selection.init_blocks,
         local_blocks=selection.local_blocks,
         GROUP=group,
-        M=max(16, _power_of_2(group)),
+        M=max(_NARROWEST, _power_of_2(group)),
         TOP=top,
         TOP_PAD=_power_of_2(top),
         PARTS=parts,
@@ -523,8 +526,11 @@ def _merge_launch(
 ) -> Launch:
     """Merge; ``extents`` are rows of the plan, KV heads and query vectors of a row."""
     target, (rows, heads, vectors) = plan.target, extents
-    parts_of_row = static_parts or -(-slots // plan.shape.max_seqs)
-    how: Merge = [m for m in target.merge if parts_of_row <= m.parts][-1]
+    how: Merge
+    if static_parts:
+        how = next(m for m in target.merge_blocks if rows * heads <= m.upto)
+    else:
+        how = next(m for m in target.merge if -(-slots // plan.shape.max_seqs) <= m.upto)
     dim = common["D"]
     width = min(how.width, dim)
     args = dict(
@@ -539,13 +545,15 @@ def _merge_launch(
         GROUP=out.shape[1] // heads,
         D=dim,
         C=common["C"],
+        VECTORS=how.vectors,
         WIDTH=width,
         CHUNK=min(how.chunk, _power_of_2(static_parts)) if static_parts else how.chunk,
         STATIC_PARTS=static_parts,
         PAIRS=common["PAIRS"],
+        EARLY=how.early,
         PDL=target.pdl,
     )
-    grid = (rows, heads, vectors * (dim // width))
+    grid = (rows, heads, -(-vectors // how.vectors) * (dim // width))
     return Launch(
         attend_kernels.merge_parts, grid, args, _options(target, Tuning(0, how.warps, 1))
     )

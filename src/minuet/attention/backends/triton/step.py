@@ -328,11 +328,8 @@ class Planner:
     def _fill_decode(self, host: Int32Array, lengths: np.ndarray) -> None:
         """Parts of dense attention and of scoring."""
         shape, target = self.shape, self.target
-        few = target.one_part_tiles_fp8 if shape.kv_fp8 else target.one_part_tiles
-        dense = self._dense
-        tiles = int((-(-lengths // dense.tile_tokens)).sum()) * shape.num_kv_heads
-        if tiles <= few * shape.compute_units and not shape.batch_invariant:
-            dense = shape.split(SPLIT.tile_tokens, 1)
+        per_unit = target.parts_per_unit_fp8 if shape.kv_fp8 else target.parts_per_unit
+        dense = shape.split(SPLIT.tile_tokens, min(per_unit, SPLIT.parts_per_unit))
         for name, whole, division in (
             ("work", self._dense, dense),
             ("score_work", self._score, self._score),

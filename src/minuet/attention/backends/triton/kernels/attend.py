@@ -9,7 +9,6 @@ from minuet.attention.backends.triton.kernels.common import (
     attend_tile,
     let_next_start,
     load_queries,
-    prefetch_lines,
     store_output,
     store_partial,
     wait_for_previous,
@@ -99,7 +98,6 @@ def attend_dense(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     PLAN_TILE: tl.constexpr,  # tokens per tile of the plan; a multiple of TILE
-    PREFETCH: tl.constexpr,
     OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, ROW_MASK: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -116,17 +114,6 @@ def attend_dense(
     page = tl.load(table_ptr + first * TILE // PAGE, mask=first < end, other=0)
     wait_for_previous(PDL)
     if first < end:
-        if PREFETCH and PAGE >= TILE:
-            row = first * TILE % PAGE + tl.arange(0, TILE)
-            line = page.to(tl.int64) * stride_k_page + head * stride_k_head
-            line = k_ptr + line + row * STRIDE_K_TOKEN
-            prefetch_lines(line, PREFETCH)
-            value_line = page.to(tl.int64) * stride_v_page + head * stride_v_head
-            value_line = v_ptr + value_line + row * STRIDE_V_TOKEN
-            prefetch_lines(value_line, PREFETCH)
-            if C > 64:  # two lines per vector
-                prefetch_lines(line + 64, PREFETCH)
-                prefetch_lines(value_line + 64, PREFETCH)
         vector = tl.arange(0, M)
         query, member = vector // GROUP_PAD, vector % GROUP_PAD
         real = (query < query_len) & (member < GROUP)
@@ -357,48 +344,59 @@ def merge_parts(
     stride_out_token, stride_out_head,
     stride_slot,
     query_len,  # query tokens per row of the plan
-    GROUP: tl.constexpr, D: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, STATIC_PARTS: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    VECTORS: tl.constexpr,  # query vectors of a program
+    WIDTH: tl.constexpr,  # channels of a program
+    CHUNK: tl.constexpr, STATIC_PARTS: tl.constexpr, PAIRS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query vector, WIDTH channels of it; zeros for an empty row.
+    """Merge the parts of VECTORS query vectors, WIDTH channels of them; zeros for an empty row.
 
     Rows of one part were written directly and are left alone.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     vectors = query_len * GROUP
     SLICES: tl.constexpr = D // WIDTH
-    vector, piece = tl.program_id(2) // SLICES, tl.program_id(2) % SLICES
+    vector = tl.program_id(2) // SLICES * VECTORS + tl.arange(0, VECTORS)
+    channel = tl.program_id(2) % SLICES * WIDTH + tl.arange(0, WIDTH)
+    real = vector < vectors
     if STATIC_PARTS > 0:
         first, parts = row * STATIC_PARTS, STATIC_PARTS
     else:
         first = tl.load(rows_ptr + row * 2).to(tl.int64)
         parts = tl.load(rows_ptr + row * 2 + 1)
+    if EARLY:
+        let_next_start(PDL)
     wait_for_previous(PDL)
     if parts != 1:
-        channel = piece * WIDTH + tl.arange(0, WIDTH)
-        base = (head * stride_slot.to(tl.int64) + first) * vectors + vector
-        top = tl.full([], LOWEST, tl.float32)
-        total = tl.full([], 0.0, tl.float32)
-        out = tl.zeros([WIDTH], tl.float32)
+        base = (head * stride_slot.to(tl.int64) + first) * vectors
+        top = tl.full([VECTORS], LOWEST, tl.float32)
+        total = tl.zeros([VECTORS], tl.float32)
+        out = tl.zeros([VECTORS, WIDTH], tl.float32)
         for begin in range(0, parts, CHUNK):
             part = begin + tl.arange(0, CHUNK)
-            at = base + part.to(tl.int64) * vectors
-            lse = tl.load(lse_ptr + at, mask=part < parts, other=float("-inf"))
+            there = (part < parts)[:, None] & real[None, :]
+            at = base + part.to(tl.int64)[:, None] * vectors + vector[None, :]
+            lse = tl.load(lse_ptr + at, mask=there, other=float("-inf"))
             # not masked by lse, which would cost a second wait; a part without tokens stored zeros
             values = tl.load(
-                partial_ptr + at[:, None] * D + channel[None, :],
-                mask=(part < parts)[:, None],
+                partial_ptr + at[:, :, None] * D + channel[None, None, :],
+                mask=there[:, :, None],
                 other=0.0,
             )
             new_top = tl.maximum(top, tl.max(lse, 0))
-            weights = tl.exp2(lse - new_top)
+            weights = tl.exp2(lse - new_top[None, :])
             keep = tl.exp2(top - new_top)
             total = total * keep + tl.sum(weights, 0)
-            out = out * keep + tl.sum(values * weights[:, None], 0)
+            out = out * keep[:, None] + tl.sum(values * weights[:, :, None], 0)
             top = new_top
-        out = out / tl.where(total > 0, total, 1.0)
+        out = out / tl.where(total > 0, total, 1.0)[:, None]
         if PAIRS:  # even channels first
             channel = tl.where(channel < C, 2 * channel, 2 * (channel - C) + 1)
         token = row * query_len + vector // GROUP
-        at = token * stride_out_token + (head * GROUP + vector % GROUP) * stride_out_head + channel
-        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty))
+        at_out = token * stride_out_token + (head * GROUP + vector % GROUP) * stride_out_head
+        tl.store(
+            out_ptr + at_out[:, None] + channel[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=real[:, None],
+        )

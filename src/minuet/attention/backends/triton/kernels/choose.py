@@ -7,7 +7,6 @@ from minuet.attention.backends.triton.kernels.common import (
     let_next_start,
     load_keys,
     load_queries,
-    prefetch_lines,
     wait_for_previous,
 )
 
@@ -133,7 +132,7 @@ def score_blocks(
     STRIDE_K_TOKEN: tl.constexpr,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, M: tl.constexpr, I: tl.constexpr,
     C: tl.constexpr, PAGE: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr,
-    RAGGED: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    RAGGED: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Largest ``iq . ik`` over the visible tokens of each block, for all heads of a few tokens.
 
@@ -160,12 +159,6 @@ def score_blocks(
     page = tl.load(table_ptr + first, mask=first < end, other=0)
     wait_for_previous(PDL)
     if first < end:
-        if PREFETCH:
-            line = index_k_ptr + page.to(tl.int64) * stride_k_page
-            line += tl.arange(0, PAGE) * STRIDE_K_TOKEN
-            prefetch_lines(line, PREFETCH)
-            if C > 64:  # two lines per vector
-                prefetch_lines(line + 64, PREFETCH)
         column = tl.arange(0, M)
         query, head = column // HEADS_PAD, column % HEADS_PAD
         real = (query < count) & (head < HEADS)

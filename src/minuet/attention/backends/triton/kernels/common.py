@@ -201,24 +201,6 @@ def load_queries(
 
 
 @triton.jit
-def prefetch_lines(pointers, PREFETCH: tl.constexpr):
-    """Ask for the cache lines of ``pointers`` without waiting.
-
-    The query vectors must be in shared memory before the compiler starts the pipeline of keys and
-    values; this way the first tile is on its way to the L2 cache meanwhile.
-    """
-    if PREFETCH:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def store_output(
     out_ptr, offsets, mask, even, odd, C: tl.constexpr, PAIRS: tl.constexpr
 ):
