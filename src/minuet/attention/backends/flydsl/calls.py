@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from minuet import env
 from minuet.attention.backends.flydsl import compile as fly_compile
 from minuet.attention.backends.flydsl.signatures import SIGNATURES, Key
 from minuet.errors import ConfigError
@@ -103,6 +102,10 @@ class RocmRunner:
         self.compute_units = properties.multi_processor_count
         self._cache_dir = cache_dir
         self._launchers: dict[Key, Any] = {}
+        from flydsl.utils import env as options
+
+        # the library's own option object: what it compiled apart is what it loads
+        options.runtime.cache_dir = str(fly_compile.object_cache(self.arch, cache_dir))
 
     def prepare(self, keys: Sequence[Key]) -> None:
         """Compile apart, judge, then load; start-up calls it with everything it settled on.
@@ -127,9 +130,7 @@ class RocmRunner:
         for call in calls:
             if call.key not in self._launchers:
                 self.prepare([call.key])
-            objects = fly_compile.object_cache(call.key.arch, self._cache_dir)
-            with env.override(FLYDSL_RUNTIME_CACHE_DIR=str(objects)):
-                self._launchers[call.key](*_values(call), stream)
+            self._launchers[call.key](*_values(call), stream)
 
 
 def _values(call: Call) -> list[Any]:

@@ -15,6 +15,7 @@ import re
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -125,15 +126,13 @@ def compile_all(
     for arch, asked in by_arch.items():
         # one process compiles, others that ask for the same wait and read
         with _locked(cache_dir / fingerprint() / arch / "lock"):
-            missing = [key for key in asked if not _done(key, cache_dir, objects)]
+            missing = [k for k in asked if not (_folder(k, cache_dir) / "report.json").exists()]
             if missing:
-                _run_worker(missing, cache_dir, tools, objects)
+                _compile(missing, cache_dir, tools)
+            todo = [k for k in asked if not (_folder(k, cache_dir) / "loadable").exists()]
+            if objects and todo:
+                _run_worker(todo, cache_dir, tools, scratch=None)
     return {key: _read(key, cache_dir) for key in wanted}
-
-
-def _done(key: Key, cache_dir: Path, objects: bool) -> bool:
-    folder = _folder(key, cache_dir)
-    return (folder / "report.json").exists() and (not objects or (folder / "loadable").exists())
 
 
 @contextlib.contextmanager
@@ -153,8 +152,18 @@ def object_cache(arch: str, cache_dir: Path) -> Path:
     return cache_dir / fingerprint() / arch / "objects"
 
 
-def worker_environment(arch: str, cache_dir: Path, tools: Toolchain) -> dict[str, str]:
-    """The whole environment of the compiling process; nothing is inherited."""
+def worker_environment(
+    arch: str, cache_dir: Path, tools: Toolchain, scratch: str | None
+) -> dict[str, str]:
+    """The whole environment of the compiling process; nothing is inherited.
+
+    Args:
+        arch: target.
+        cache_dir: where the compiler may write.
+        tools: linker and bitcode.
+        scratch: folder for listings, None for none.
+    """
+    listings = {"FLYDSL_DUMP_IR": "1", "FLYDSL_DUMP_DIR": scratch} if scratch else {}
     return {
         "PATH": os.defpath,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -166,33 +175,17 @@ def worker_environment(arch: str, cache_dir: Path, tools: Toolchain) -> dict[str
         "COMPILE_ONLY": "1",
         "FLYDSL_RUNTIME_CACHE_DIR": str(object_cache(arch, cache_dir)),
         "OMP_NUM_THREADS": "1",
+        **listings,
     }
 
 
-def _run_worker(keys: list[Key], cache_dir: Path, tools: Toolchain, objects: bool) -> None:
-    if not available():
-        raise ConfigError(
-            "kernels of the flydsl backend need FlyDSL",
-            got="no package flydsl",
-            expected="flydsl>=0.4.2,<0.6",
-            remedy="pip install 'minuet[amd]'",
-        )
+def _compile(keys: list[Key], cache_dir: Path, tools: Toolchain) -> None:
+    """Listings and reports of specialisations of one arch, judged."""
     for key in keys:
         _folder(key, cache_dir).mkdir(parents=True, exist_ok=True)
         (_folder(key, cache_dir) / "kernel.s").unlink(missing_ok=True)  # of a run that failed
-    kernels = [
-        {"kernel": k.kernel, "options": dict(k.options), "out": str(_folder(k, cache_dir))}
-        for k in keys
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", _WORKER],
-        input=json.dumps({"objects": objects, "kernels": kernels}),
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        env=worker_environment(keys[0].arch, cache_dir, tools),
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        done = _run_worker(keys, cache_dir, tools, scratch)
     for key in keys:
         folder = _folder(key, cache_dir)
         if not (folder / "kernel.s").exists():
@@ -204,8 +197,31 @@ def _run_worker(keys: list[Key], cache_dir: Path, tools: Toolchain, objects: boo
         judge(key, report, (folder / "stderr.txt").read_text())
         # last: its presence says that everything else is there and was judged
         (folder / "report.json").write_text(json.dumps(asdict(report), indent=1))
-        if objects:
-            (folder / "loadable").touch()
+
+
+def _run_worker(
+    keys: list[Key], cache_dir: Path, tools: Toolchain, scratch: str | None
+) -> subprocess.CompletedProcess[str]:
+    if not available():
+        raise ConfigError(
+            "kernels of the flydsl backend need FlyDSL",
+            got="no package flydsl",
+            expected="flydsl>=0.4.2,<0.6",
+            remedy="pip install 'minuet[amd]'",
+        )
+    kernels = [
+        {"kernel": k.kernel, "options": dict(k.options), "out": str(_folder(k, cache_dir))}
+        for k in keys
+    ]
+    return subprocess.run(
+        [sys.executable, "-m", _WORKER],
+        input=json.dumps({"scratch": scratch, "kernels": kernels}),
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        env=worker_environment(keys[0].arch, cache_dir, tools, scratch),
+        check=False,
+    )
 
 
 def judge(key: Key, report: Report, stderr: str) -> None:

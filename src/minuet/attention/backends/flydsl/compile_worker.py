@@ -9,13 +9,12 @@ import importlib
 import json
 import os
 import re
+import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from minuet import env
 from minuet.attention.backends.flydsl.signatures import SIGNATURES
 
 _PACKAGE = "minuet.attention.backends.flydsl.kernels"
@@ -24,43 +23,41 @@ _PACKAGE = "minuet.attention.backends.flydsl.kernels"
 def main() -> int:
     """Compile every entry of the request."""
     request = json.load(sys.stdin)
+    scratch = Path(request["scratch"]) if request["scratch"] else None
     for entry in request["kernels"]:
-        compile_one(entry["kernel"], entry["options"], Path(entry["out"]), request["objects"])
+        compile_one(entry["kernel"], entry["options"], Path(entry["out"]), scratch)
     return 0
 
 
-def compile_one(kernel: str, options: Mapping[str, Any], out: Path, objects: bool) -> None:
+def compile_one(kernel: str, options: Mapping[str, Any], out: Path, scratch: Path | None) -> None:
     """One specialisation: ``kernel.ll``, ``kernel.s``, ``kernel.o`` and ``stderr.txt`` in ``out``.
 
     Args:
         kernel: key of ``SIGNATURES``.
         options: of ``build``.
         out: folder, there already.
-        objects: fill the compiler's own cache too, which a launch loads from; a run that writes
-            the listings does not.
+        scratch: where the compiler was told to write its listings; None fills its object cache
+            instead, since a run that writes listings does not.
     """
     from flydsl.runtime.device import get_rocm_arch
 
-    signature = SIGNATURES[kernel]
-    module = importlib.import_module(f"{_PACKAGE}.{signature.module}")
+    module = importlib.import_module(f"{_PACKAGE}.{SIGNATURES[kernel].module}")
     device = importlib.import_module(f"{_PACKAGE}.device")
     traits = device.TRAITS[get_rocm_arch()]
-    with tempfile.TemporaryDirectory() as scratch:
-        with (
-            _captured_stderr(out / "stderr.txt"),
-            contextlib.redirect_stdout(sys.stderr),
-            env.override(FLYDSL_DUMP_IR="1", FLYDSL_DUMP_DIR=scratch),
-        ):
-            module.build(traits, **options)(*dummies(kernel, options))
-        (text,) = Path(scratch).rglob("*_llvm_ir.ll")
-        (isa,) = Path(scratch).rglob("*_final_isa.s")
-        (binary,) = Path(scratch).rglob("*_gpu_module_to_binary.mlir")
-        (out / "kernel.ll").write_text(text.read_text())
-        (out / "kernel.o").write_bytes(embedded(binary.read_text()))
-        if objects:
-            module.build(traits, **options)(*dummies(kernel, options))
-        # last: the caller takes it as the sign that this specialisation was compiled
-        (out / "kernel.s").write_text(isa.read_text())
+    with _captured_stderr(out / "stderr.txt"), contextlib.redirect_stdout(sys.stderr):
+        module.build(traits, **options)(*dummies(kernel, options))
+    if scratch is None:
+        (out / "loadable").touch()
+        return
+    (text,) = scratch.rglob("*_llvm_ir.ll")
+    (isa,) = scratch.rglob("*_final_isa.s")
+    (binary,) = scratch.rglob("*_gpu_module_to_binary.mlir")
+    (out / "kernel.ll").write_text(text.read_text())
+    (out / "kernel.o").write_bytes(embedded(binary.read_text()))
+    # last: the caller takes it as the sign that this specialisation was compiled
+    (out / "kernel.s").write_text(isa.read_text())
+    for folder in scratch.iterdir():
+        shutil.rmtree(folder)
 
 
 def embedded(mlir: str) -> bytes:

@@ -1,8 +1,8 @@
-"""What the flydsl backend covers. Plain data; FlyDSL is imported by ``launch.py`` only.
+"""What the flydsl backend covers. Plain data; FlyDSL is imported by ``calls.py`` only.
 
-Every level is DECLARED: the limits below are those the kernels are being written to, the kernels
-are not in this version. There is no row limit: the planner is not a workgroup that keeps a table
-in LDS, so batch size is a run-time value.
+Every kernel here has been compiled for its archs and executed in the simulator from the compiler's
+IR; none has run on AMD hardware, and no speed is claimed (docs/amd.md says what that covers).
+There is no row limit: the planner keeps no table in LDS, so batch size is a run-time value.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from minuet.kv.layout import Form
 NAME = "flydsl"
 
 LEVEL: Mapping[str, Level] = MappingProxyType(
-    dict.fromkeys(("gfx1250", "gfx950", "gfx942"), Level.DECLARED)
+    dict.fromkeys(("gfx1250", "gfx950", "gfx942"), Level.SIMULATED)
 )
 
 FORMS = (Form.SHUFFLE,)
@@ -38,7 +38,9 @@ SPLIT = SplitPolicy(
     fixed_max_parts=32,
     row_max_parts=16,
     fixed_row_parts=4,
-    longest_first=True,
+    # The device planner writes records as it counts them. Balanced parts differ by less than a
+    # part, so an order by size would save little.
+    longest_first=False,
 )
 
 CAPABILITIES = (
