@@ -68,6 +68,6 @@ def test_errors_are_the_clients_own(client):
     assert caught.value.param == "temperature"
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt="x")
+    ask = say("abc", split=True, do="nan", at=1)
     with pytest.raises(openai.APIError, match="finite"):
-        ask = say("abc", split=True, do="nan", at=1)
         list(client.completions.create(model="m", prompt=ask, stream=True))
