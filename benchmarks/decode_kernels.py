@@ -104,27 +104,27 @@ def compare(contenders: dict[str, Callable[[int], object]], sets: int) -> dict[s
     return {name: round(sorted(t)[len(t) // 2], 2) for name, t in times.items()}
 
 
-@triton.jit
-def _read(x, out, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["first", "stretches"])
+def _read(x, out, first, stretches, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
+    stretch = (first + program) % stretches
     seen = tl.zeros((BLOCK,), tl.int32)
     for i in tl.static_range(ROWS):
-        seen ^= tl.load(x + (program * ROWS + i) * BLOCK + tl.arange(0, BLOCK))
+        seen ^= tl.load(x + (stretch * ROWS + i) * BLOCK + tl.arange(0, BLOCK))
     tl.store(out + program, tl.max(seen, 0))
 
 
 def plain_read(memory: torch.Tensor, num_bytes: int, sets: int) -> Callable[[int], object]:
-    """Read ``num_bytes`` from one end to the other, another stretch for each set."""
+    """Read ``num_bytes`` one after the other, other bytes for each set; around the end if need be."""
     words = memory.view(torch.uint8).view(-1).view(torch.int32)
     rows, block = (1, 2048) if num_bytes < 8e6 else (8, 4096)
     programs = max(1, round(num_bytes / 4 / (rows * block)))
-    stretch = programs * rows * block
+    stretches = words.numel() // (rows * block)
     out = torch.empty(programs, dtype=torch.int32, device=DEVICE)
-    sets = max(1, min(sets, words.numel() // stretch))
 
     def call(i: int) -> None:
-        first = (i % sets) * stretch
-        _read[(programs,)](words[first:], out, ROWS=rows, BLOCK=block, num_warps=8)
+        first = i * programs % stretches
+        _read[(programs,)](words, out, first, stretches, ROWS=rows, BLOCK=block, num_warps=8)
 
     return call
 

@@ -528,7 +528,8 @@ def _merge_launch(
     target, (rows, heads, vectors) = plan.target, extents
     how: Merge
     if static_parts:
-        how = next(m for m in target.merge_blocks if rows * heads <= m.upto)
+        most = plan.shape.max_tokens * heads  # of the shape, not of the step: nothing recompiles
+        how = next(m for m in target.merge_blocks if most <= m.upto)
     else:
         how = next(m for m in target.merge if -(-slots // plan.shape.max_seqs) <= m.upto)
     dim = common["D"]
