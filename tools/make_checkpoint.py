@@ -26,10 +26,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from minuet.config import parse_bytes, parse_count
 from minuet.errors import MinuetError
 from minuet.models import registry
 from minuet.models.m3.export import PRESETS, Shape, make_checkpoint, shape_of
+from minuet.settings import parse_bytes, parse_count
 
 __all__ = ["main", "make_checkpoint"]
 

@@ -9,8 +9,8 @@ import pytest
 
 import minuet.models
 from minuet.cli import main
-from minuet.config import SETTINGS
 from minuet.platform.arch import ARCHS
+from minuet.settings import SETTINGS
 from tests.cli.helpers import minuet as run
 
 PRESET = Path(minuet.models.__file__).parent / "presets" / "minimax-m3.json"

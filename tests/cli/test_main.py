@@ -9,9 +9,10 @@ import pytest
 from minuet import env
 from minuet.cli import COMMANDS, Parser, main
 from minuet.cli import options as cli_options
-from minuet.config import SETTINGS, Source
+from minuet.config import Source
 from minuet.errors import ConfigError
 from minuet.models.registry import preset_names
+from minuet.settings import SETTINGS
 
 
 def error(capsys, *words: str) -> str:

@@ -11,11 +11,12 @@ from minuet import docs, env
 from minuet.attention import dispatch
 from minuet.attention.backends import NAMES, capabilities
 from minuet.attention.capability import Level
-from minuet.config import SETTINGS, Config, config_field_names
+from minuet.config import Config, config_field_names
 from minuet.planning.execution import plan_or_refuse
 from minuet.planning.kernels import choose_kernels
 from minuet.planning.resolve import resolve_or_refuse
 from minuet.platform.arch import ARCHS, get
+from minuet.settings import SETTINGS
 from tests.planning.helpers import PLENTY, preset
 
 SOURCES = sorted(Path(minuet.__file__).parent.rglob("*.py"))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from minuet.config import BY_NAME, SETTINGS, Options
+from minuet.config import Options
 from minuet.docs import defaults, dense_only
 from minuet.errors import Refusal
 from minuet.planning.execution import ExecutionPlan, plan_or_refuse
@@ -19,6 +19,7 @@ from minuet.planning.kernels import PLAIN, PREFILL_WORKSPACE_BYTES, Features
 from minuet.planning.memory import DUMMY_PAGES
 from minuet.planning.model import ModelFacts
 from minuet.platform.arch import ARCHS, Arch
+from minuet.settings import BY_NAME, SETTINGS
 from tests.planning.helpers import preset, tiny
 from tests.planning.matrix import assert_accepted
 

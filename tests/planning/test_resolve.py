@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from minuet.config import SETTINGS, Source
+from minuet.config import Source
 from minuet.docs import defaults
 from minuet.dtypes import DType
 from minuet.errors import RefusedError
 from minuet.planning.resolve import resolve, resolve_or_refuse, tensor_parallel_sizes
 from minuet.platform.arch import ARCHS, get
+from minuet.settings import SETTINGS
 from tests.planning.helpers import config, preset, tiny
 
 

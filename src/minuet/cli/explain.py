@@ -13,12 +13,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from minuet.cli import options as cli_options
-from minuet.config import parse_count
 from minuet.errors import ConfigError, Refusal
 from minuet.planning import explain
 from minuet.planning.execution import ExecutionPlan, plan_or_refuse
 from minuet.planning.memory import human_bytes
 from minuet.platform.arch import ARCHS
+from minuet.settings import parse_count
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Flags from data: every setting of :data:`minuet.config.SETTINGS` becomes one, grouped.
+"""Flags from data: every setting of :data:`minuet.settings.SETTINGS` becomes one, grouped.
 
 Sub-commands that build an engine, or plan one, call :func:`add_settings` and then
 :func:`read`. Nothing is defaulted or checked here: a flag that is not given stays None, and
@@ -8,11 +8,12 @@ Sub-commands that build an engine, or plan one, call :func:`add_settings` and th
 import argparse
 from pathlib import Path
 
-from minuet.config import AUTO, SETTINGS, Options, Setting, read_options
+from minuet.config import Options, read_options
 from minuet.errors import ConfigError
 from minuet.models.registry import ModelSource, find, preset_names
 from minuet.platform import arch as arch_table
 from minuet.platform.arch import Arch
+from minuet.settings import AUTO, SETTINGS, Setting
 
 
 def add_settings(parser: argparse.ArgumentParser, *, server: bool = False) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from minuet.config import BY_NAME, Options, Source
+from minuet.config import Options, Source
 from minuet.engine.types import SamplingParams, TokenLogprobs
+from minuet.settings import BY_NAME
 
 
 class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):

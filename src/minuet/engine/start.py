@@ -15,7 +15,7 @@ from typing import Any
 
 from minuet.attention.contract import Phase
 from minuet.attention.runtime import load
-from minuet.config import AUTO, Options
+from minuet.config import Options
 from minuet.engine.core import Core, Limits
 from minuet.engine.pages import PagePool
 from minuet.engine.prefix import PrefixCache, lane_salt
@@ -27,10 +27,12 @@ from minuet.log import get_logger
 from minuet.models import registry
 from minuet.models.registry import ModelSource
 from minuet.models.tokenizer import Tokenizer, read_generation_defaults
+from minuet.planning import explain
 from minuet.planning.execution import ExecutionPlan, plan_for
 from minuet.platform import arch as arch_table
 from minuet.platform.detect import detect
 from minuet.platform.torch import device_for, keep_freed_memory
+from minuet.settings import AUTO
 
 log = get_logger(__name__)
 
@@ -74,7 +76,7 @@ def start(options: Options, announce: Callable[[str], None] = log.info) -> Engin
     device = device_for(arch)
     if not arch.is_gpu:
         keep_freed_memory()
-    for line in plan.summary():
+    for line in explain.summary(plan):
         announce(line)
     clock.lap("settle")
     weights = _weights(source, plan, device)

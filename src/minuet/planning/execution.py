@@ -18,7 +18,7 @@ from minuet.attention.contract import LayerKind, Op, Phase
 from minuet.attention.dispatch import Choice
 from minuet.attention.plan import Split
 from minuet.attention.workspace import WorkspaceLayout
-from minuet.config import BY_NAME, Config, Options, Source
+from minuet.config import Config, Options, Source
 from minuet.errors import Refusal, RefusedError
 from minuet.kv.layout import Form, KVLayout
 from minuet.planning.kernels import PLAIN, Call, Features
@@ -28,6 +28,7 @@ from minuet.planning.resolve import resolve_or_refuse
 from minuet.planning.settling import Settled, Settling
 from minuet.planning.shapes import ShapeSet, StepShape
 from minuet.platform.arch import Arch
+from minuet.settings import BY_NAME
 
 RUNNABLE_RANKS = 1  # there are no collectives in this version; plans are made for any number
 
@@ -162,12 +163,6 @@ class ExecutionPlan:
             raise RefusedError(
                 f"{self.facts.name} is planned on {self.arch.name}, but cannot run here", obstacles
             )
-
-    def summary(self) -> list[str]:
-        """What start-up prints: at most 12 lines."""
-        from minuet.planning.explain import summary  # explain shows plans: the other direction
-
-        return summary(self)
 
 
 def plan_for(

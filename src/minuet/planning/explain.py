@@ -9,7 +9,6 @@ from typing import Any
 
 from minuet.attention.contract import LayerKind
 from minuet.attention.dispatch import Choice
-from minuet.config import BY_NAME
 from minuet.errors import Refusal
 from minuet.planning import roofline
 from minuet.planning.execution import ExecutionPlan, StepPlan
@@ -22,6 +21,7 @@ from minuet.planning.memory import (
 )
 from minuet.planning.model import ModelFacts
 from minuet.platform.arch import Arch
+from minuet.settings import BY_NAME
 
 Json = dict[str, Any]
 

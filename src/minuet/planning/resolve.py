@@ -9,12 +9,13 @@ longest request) is 0, or the model's maximum, in the Config made here;
 from collections.abc import Callable
 from typing import Any
 
-from minuet.config import AUTO, BY_NAME, Config, Options, Source
+from minuet.config import Config, Options, Source
 from minuet.dtypes import CACHE_DTYPE_CHOICES, DType, parse_cache_dtype, parse_compute_dtype
 from minuet.errors import ConfigError, Refusal, RefusedError
 from minuet.planning.model import ModelFacts, Shard
 from minuet.planning.shapes import default_rungs
 from minuet.platform.arch import Arch
+from minuet.settings import AUTO, BY_NAME
 
 MAX_SPECULATIVE_TOKENS = (
     7  # 8 query tokens per request: what `config.py` promises and kernels tile for

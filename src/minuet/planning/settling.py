@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from minuet.attention.contract import LayerKind
-from minuet.config import BY_NAME, Config, Source
+from minuet.config import Config, Source
 from minuet.dtypes import DType
 from minuet.errors import Refusal
 from minuet.kv.layout import KVLayout
@@ -31,6 +31,7 @@ from minuet.planning.model import ModelFacts
 from minuet.planning.resolve import ASKED, CACHE_DTYPES, tensor_parallel_sizes
 from minuet.planning.shapes import ShapeSet, shape_set
 from minuet.platform.arch import Arch
+from minuet.settings import BY_NAME
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from minuet.config import Secret
 from minuet.log import get_logger
 from minuet.server import errors
+from minuet.settings import Secret
 
 log = get_logger(__name__)
 
