@@ -218,6 +218,7 @@ def test_history_with_tools_is_rendered(tiny):
         ("reasoning_effort", {"reasoning_effort": "medium"}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("store", {"store": True}),
+        ("metadata", {"metadata": {"a": "b"}}),
         ("modalities", {"modalities": ["audio"]}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
         ("messages", {"chat_template_kwargs": {"thinking_mode": "maybe"}}),

@@ -307,6 +307,8 @@ class Chat:
         request = self._request
         if request.store:
             _refuse("store", True, "false: nothing is stored")
+        if request.metadata is not None:
+            _refuse("metadata", request.metadata, "none: nothing is stored")
         if request.echo:
             _refuse("echo", True, "false: only /v1/completions echoes")
         if request.modalities not in (None, ["text"]):
