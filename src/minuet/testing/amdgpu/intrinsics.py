@@ -82,7 +82,7 @@ def find(callee: str) -> Model:
     Raises:
         SimulationError: there is none.
     """
-    name = callee
+    name = "asm" if callee.startswith("asm ") else callee
     while name:
         if name in MODELS:
             return MODELS[name]
