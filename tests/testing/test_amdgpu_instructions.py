@@ -243,7 +243,7 @@ def same_bits(got, want):
 @covers("llvm.amdgcn.perm")
 def test_perm_picks_bytes_of_two_words():
     call = "i32 @llvm.amdgcn.perm(i32 %a, i32 %b, i32 u0x070C0301)".replace(
-        "u0x070C0301", "117834497"
+        "u0x070C0301", str(0x070C0301)
     )
     a, b = np.full(64, 0xAABBCCDD, np.uint32), np.full(64, 0x11223344, np.uint32)
     got = one(call, {"a": ("i32", a), "b": ("i32", b)}, "i32")

@@ -1,7 +1,7 @@
 """Matrix instructions: every element is where the sources say it is.
 
 The layouts are written out here once more, lane by lane, from "AMD Instinct MI300 ISA" (matrix
-arithmetic instructions) and FlyDSL's ``CDNA3/MmaAtom.cpp`` and ``GFX1250/MmaAtom.cpp``; they are not
+arithmetic instructions) and FlyDSL's ``CDNA3/MmaAtom.cpp`` and ``GFX1250/MmaAtom.cpp``, and not
 taken from the simulator. Operands differ in every element, so a permutation of k that A and B do
 not share shows.
 """
