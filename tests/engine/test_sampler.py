@@ -150,7 +150,7 @@ def test_logprobs_are_of_the_raw_distribution():
 
 def test_prompt_logprobs_belong_to_the_following_token():
     rows = torch.randn(3, VOCAB)
-    reports = prompt_logprobs(rows, torch.tensor([4, 5, 6]), top=0)
+    reports = prompt_logprobs(rows, [4, 5, 6], top=0)
     assert [r.token_id for r in reports] == [4, 5, 6]
     want = rows.log_softmax(-1)[range(3), [4, 5, 6]].tolist()
     assert [r.logprob for r in reports] == pytest.approx(want, abs=1e-6)

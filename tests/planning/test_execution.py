@@ -325,7 +325,7 @@ def test_a_declared_kernel_is_planned_but_not_run(changed_spec):
     assert not settled.runnable
     with pytest.raises(RefusedError) as refused:
         settled.require_runnable()
-    assert {r.field for r in refused.value.refusals} == {"implementation"}
+    assert {r.field for r in refused.value.refusals} == {"implementation", "enforce_eager"}
     assert {(r.flag, r.value) for r in refused.value.refusals} == {("--attention-backend", "cpu")}
     assert plan("sm90", tiny(), attention_backend="cpu").runnable
 

@@ -39,6 +39,7 @@ class Runner:
     def __init__(self, model: Model, cache: KVCache, seed: int = 0):
         self._model, self.cache, self._seed = model, cache, seed
         self._page_size = cache.layers[0].layout.page_size
+        self._device = cache.layers[0].k.device
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:
@@ -48,7 +49,7 @@ class Runner:
             one entry per scheduled request; a request that does not sample in this step has neither
             token nor error.
         """
-        batch = build(step, self._page_size)
+        batch = build(step, self._page_size, self._device)
         hidden = self._model.forward(batch.token_ids, batch.attention, self.cache)
         rows = [row for s in step.scheduled if s.samples for row in sampler.rows_of(s.request)]
         drawn = []
@@ -73,7 +74,7 @@ class Runner:
 
         Verification of drafted tokens reads all rows; so do the tests.
         """
-        batch: StepBatch = build(step, self._page_size)
+        batch: StepBatch = build(step, self._page_size, self._device)
         return self._model.logits(self._model.forward(batch.token_ids, batch.attention, self.cache))
 
     def _prompt_logprobs(
@@ -85,6 +86,6 @@ class Runner:
         stop = min(share.start + share.num_tokens, len(request.prompt_token_ids) - 1)
         if top is None or stop <= share.start:
             return ()
-        following = torch.tensor(request.prompt_token_ids[share.start + 1 : stop + 1])
+        following = request.prompt_token_ids[share.start + 1 : stop + 1]
         logits = self._model.logits(hidden[: stop - share.start])
         return sampler.prompt_logprobs(logits, following, top)

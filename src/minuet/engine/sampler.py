@@ -103,7 +103,7 @@ def sample(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> list[Sample
     ]
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
-        picked = torch.tensor(drawn)
+        picked = torch.tensor(drawn, device=logits.device)
         tokens[picked] = _draw(shaped[picked], [rows[index] for index in drawn], engine_seed)
     logprobs = _logprobs_of(safe, tokens, [row.params.logprobs for row in rows])
     return [
@@ -116,15 +116,15 @@ def _is_stuck(row: Row, logits: Tensor) -> bool:
     return row.request.grammar is not None and bool((logits == _NEVER).all())
 
 
-def prompt_logprobs(logits: Tensor, next_ids: Tensor, top: int) -> tuple[TokenLogprobs, ...]:
+def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
     """Log-probability of each prompt token given those before it.
 
     Args:
         logits: [R, V] float32 at prompt positions.
-        next_ids: [R] int64; the token that follows each position.
+        next_ids: R token ids; the one that follows each position.
         top: alternatives to report.
     """
-    reports = _logprobs_of(logits, next_ids, [top] * len(next_ids))
+    reports = _logprobs_of(logits, _on(logits, next_ids), [top] * len(next_ids))
     return tuple(r for r in reports if r is not None)
 
 
@@ -158,19 +158,25 @@ def _is_plain(row: Row) -> bool:
 def _penalise_row(logits: Tensor, row: Row) -> None:
     params, output = row.params, row.output_token_ids
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*row.request.prompt_token_ids, *output}))
+        seen = _on(logits, sorted({*row.request.prompt_token_ids, *output}))
         score, penalty = logits[seen], params.repetition_penalty
         logits[seen] = torch.where(score > 0, score / penalty, score * penalty)
     if output and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = torch.tensor(output).unique(return_counts=True)
+        ids, counts = _on(logits, output).unique(return_counts=True)
         logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
     if params.logit_bias:
-        bias = torch.tensor(list(params.logit_bias.values()))
-        logits[torch.tensor(list(params.logit_bias))] += bias
+        logits[_on(logits, list(params.logit_bias))] += _on(
+            logits, list(params.logit_bias.values())
+        )
     if row.num_output < params.min_tokens and row.request.stop_ids:
-        logits[torch.tensor(sorted(row.request.stop_ids))] = _NEVER
+        logits[_on(logits, sorted(row.request.stop_ids))] = _NEVER
     if row.request.grammar is not None:
         row.request.grammar.mask(logits, row.request.draft_token_ids[: row.num_drafts])
+
+
+def _on(other: Tensor, values: Sequence[float]) -> Tensor:
+    """A tensor of these values on the device of another."""
+    return torch.tensor(values, device=other.device)
 
 
 # --- drawing -------------------------------------------------------------------------------------
@@ -178,12 +184,13 @@ def _penalise_row(logits: Tensor, row: Row) -> None:
 
 def _draw(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> Tensor:
     """[R] int64 from the tempered and filtered distributions."""
-    temperature = torch.tensor([row.params.temperature for row in rows])
+    temperature = _on(logits, [row.params.temperature for row in rows])
     scaled = _filter(logits / temperature[:, None], [row.params for row in rows])
     probabilities = scaled.softmax(-1)
+    # drawn on the host, so that a seed means the same on every device
     noise = torch.stack([_noise(row, engine_seed, logits.shape[1]) for row in rows])
     # argmax of p / Exp(1) is a draw from p (Gumbel-max in the linear domain)
-    return (probabilities / noise).argmax(-1)
+    return (probabilities / noise.to(logits.device)).argmax(-1)
 
 
 def _noise(row: Row, engine_seed: int, vocab: int) -> Tensor:
@@ -201,13 +208,13 @@ def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         return logits
     vocab = logits.shape[1]
     ordered, order = logits.sort(dim=-1, descending=True)
-    keep = torch.tensor([min(p.top_k, vocab) or vocab for p in params])
-    removed = torch.arange(vocab) >= keep[:, None]
+    keep = _on(logits, [min(p.top_k, vocab) or vocab for p in params])
+    removed = torch.arange(vocab, device=logits.device) >= keep[:, None]
     probabilities = ordered.masked_fill(removed, _NEVER).softmax(-1)
     # a token stays while the mass of the more likely ones is below top_p: the first always
     before = probabilities.cumsum(-1) - probabilities
-    removed |= before >= torch.tensor([p.top_p for p in params])[:, None]
-    floor = torch.tensor([p.min_p for p in params])[:, None] * probabilities[:, :1]
+    removed |= before >= _on(logits, [p.top_p for p in params])[:, None]
+    floor = _on(logits, [p.min_p for p in params])[:, None] * probabilities[:, :1]
     removed |= probabilities < floor
     removed[:, 0] = False
     return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(removed, _NEVER))
@@ -223,7 +230,7 @@ def _logprobs_of(
     reports: list[TokenLogprobs | None] = [None] * len(wanted)
     if not rows:
         return reports
-    picked = torch.tensor(rows)
+    picked = torch.tensor(rows, device=logits.device)
     logprobs = logits[picked].log_softmax(-1)
     mine = logprobs.gather(1, tokens[picked][:, None])
     ranks = ((logprobs > mine).sum(-1) + 1).tolist()

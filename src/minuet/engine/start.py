@@ -31,7 +31,7 @@ from minuet.planning import explain
 from minuet.planning.execution import ExecutionPlan, plan_for
 from minuet.platform import arch as arch_table
 from minuet.platform.detect import detect
-from minuet.platform.torch import device_for, keep_freed_memory
+from minuet.platform.torch import device_for, device_memory_bytes, keep_freed_memory
 from minuet.settings import AUTO
 
 log = get_logger(__name__)
@@ -71,7 +71,7 @@ def start(options: Options, announce: Callable[[str], None] = log.info) -> Engin
     clock = _Clock()
     source = registry.find(options["model"])
     arch = detect() if options["arch"] == AUTO else arch_table.get(options["arch"])
-    plan = plan_for(options, source.facts, arch)
+    plan = plan_for(options, source.facts, arch, device_bytes=device_memory_bytes(arch))
     plan.require_runnable()
     device = device_for(arch)
     if not arch.is_gpu:

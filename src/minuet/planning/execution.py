@@ -125,7 +125,7 @@ class ExecutionPlan:
             replace(r, remedy=remedy, flag=flag, value=backend) if backend and not r.remedy else r
             for r in dict.fromkeys(found)
         )
-        return (*kernels, *self._too_many_ranks())
+        return (*kernels, *self._too_many_ranks(), *self._graphs_to_capture())
 
     def _too_many_ranks(self) -> tuple[Refusal, ...]:
         ranks = self.config.tensor_parallel_size
@@ -141,6 +141,23 @@ class ExecutionPlan:
                 f"use {flag} {value}",
                 flag,
                 value,
+            ),
+        )
+
+    def _graphs_to_capture(self) -> tuple[Refusal, ...]:
+        """This version plans graphs and does not capture them: a GPU runs its steps eagerly."""
+        if not self.graphs:
+            return ()
+        flag = BY_NAME["enforce_eager"].flag
+        return (
+            Refusal(
+                "engine",
+                "enforce_eager",
+                f"{len(self.graphs)} graphs to capture",
+                "on: this version runs GPU steps without graphs",
+                f"use {flag}",
+                flag,
+                "True",
             ),
         )
 

@@ -68,6 +68,13 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def device_memory_bytes(arch: Arch) -> int | None:
+    """Memory of the device at hand; None on a CPU, or where torch sees no such device."""
+    if not arch.is_gpu or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
 # mallopt parameters of glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
