@@ -321,13 +321,24 @@ def test_a_remedy_is_sought_among_backends_if_no_single_one_takes_every_call(mon
 
 def test_a_declared_kernel_is_planned_but_not_run(changed_spec):
     changed_spec(level={"sm90": Level.DECLARED})
-    settled = plan("sm90", tiny())
+    settled = plan("sm90", tiny(), enforce_eager=True)
     assert not settled.runnable
     with pytest.raises(RefusedError) as refused:
         settled.require_runnable()
-    assert {r.field for r in refused.value.refusals} == {"implementation", "enforce_eager"}
+    assert {r.field for r in refused.value.refusals} == {"implementation"}
     assert {(r.flag, r.value) for r in refused.value.refusals} == {("--attention-backend", "cpu")}
     assert plan("sm90", tiny(), attention_backend="cpu").runnable
+
+
+def test_graphs_are_planned_but_a_gpu_runs_eagerly_for_now():
+    settled = plan("sm90", tiny())
+    assert settled.graphs
+    engine = [r for r in settled.obstacles() if r.kernel == "engine"]
+    assert [(r.field, r.flag) for r in engine] == [("enforce_eager", "--enforce-eager")]
+    eager = plan("sm90", tiny(), enforce_eager=True)
+    assert not eager.graphs
+    assert not [r for r in eager.obstacles() if r.kernel == "engine"]
+    assert not [r for r in plan("cpu", tiny(), memory=None).obstacles() if r.kernel == "engine"]
 
 
 def test_more_ranks_than_this_version_runs_can_be_planned_only():
