@@ -304,7 +304,7 @@ def cases(fp8: DType = DType.FP8_E4M3FN) -> dict[str, Case]:
         }.items():
             made[f"sparse-{kv}-{name}"] = _decode(kv_dtype=kv, **_sparse(selection=selection))
         long = {"kv_dtype": kv, "q_dtype": _BF16, "page": 16, "kv_heads": 1}
-        for blocks in (120, 129, 300):
+        for blocks in (40, 120, 129, 300, 1000, 1030, 2500):
             made[f"sparse-{kv}-{blocks}blocks"] = Case(
                 (blocks * 16 - 3, 90), (1, 1), **long, **_sparse(selection=Selection(16))
             )
@@ -352,7 +352,7 @@ REDUCED = (
 
 def check_ties(backend: Backend) -> None:
     """Blocks of equal score: the lowest ids win, in every form of the choice."""
-    for blocks in (6, 140):
+    for blocks in (6, 70, 140, 1030):
         case = Case(
             (blocks * 16,), (1,), page=16, kv_heads=1, q_dtype=_BF16, kv_dtype=DType.BF16, **_sparse()
         )

@@ -77,7 +77,7 @@ class Target:
         merge: merge of parts of dense decode, by parts of a row.
         merge_blocks: merge of parts of sparse decode, by rows of the step.
         few_blocks: blocks up to which a row ranks all against all.
-        many_blocks: blocks taken at once beyond.
+        many_blocks: blocks up to which a row ranks groups first; taken at once beyond.
         parts_per_unit: parts of dense decode per compute unit, 16-bit cache.
         parts_per_unit_fp8: the same, FP8 cache: a second part hides the conversions of the first.
         row_parts_per_unit: parts per compute unit that sparse decode rows are divided into, at most.
@@ -185,7 +185,6 @@ _INTERPRETER = replace(
     pdl=False,
     fp8_operand="fp32",
     interpreted=True,
-    many_blocks=256,
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

@@ -61,6 +61,73 @@ def rank_all(
 
 
 @triton.jit
+def no_best(TOP: tl.constexpr, TOP_PAD: tl.constexpr):
+    """Keys below every block's, all different; entries beyond TOP are never the worst."""
+    entry = tl.arange(0, TOP_PAD)
+    nothing = tl.full([TOP_PAD], _NOTHING, tl.int64) + entry
+    return tl.where(entry < TOP, nothing, 0x7FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def replace_worst(best, keys):
+    """Let the best of ``keys`` take the place of the worst of ``best`` until none is better."""
+    worst = tl.min(best, 0)
+    candidate = tl.max(keys, 0)
+    while candidate > worst:
+        best = tl.where(best == worst, candidate, best)
+        keys = tl.where(keys == candidate, _NOTHING, keys)
+        worst = tl.min(best, 0)
+        candidate = tl.max(keys, 0)
+    return best
+
+
+@triton.jit
+def rank_groups(
+    scores_ptr, num_blocks, init_blocks, local_blocks,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """:func:`choose_blocks` for at most MANY blocks, in two steps; blocks only.
+
+    The best blocks lie in the TOP_PAD groups with the best maxima, and are at least the smallest of
+    those. Few other blocks are: they are moved together and ranked all against all. A row with more
+    (equal or nearly sorted scores) takes its best one by one.
+    """
+    GROUPS: tl.constexpr = 64
+    SIZE: tl.constexpr = MANY // GROUPS
+    SLOTS: tl.constexpr = 2 * TOP_PAD
+    entry = tl.arange(0, TOP_PAD)
+    block = tl.arange(0, MANY)
+    scores = tl.load(scores_ptr + block, mask=block < num_blocks, other=0.0)
+    keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
+    group = tl.arange(0, GROUPS)
+    # empty groups differ too, or they would share a rank
+    empty = tl.full([GROUPS], _NOTHING, tl.int64) + group
+    highest = tl.maximum(tl.max(tl.reshape(keys, [GROUPS, SIZE]), 1), empty)
+    rank = tl.sum((highest[None, :] > highest[:, None]).to(tl.int32), 1)
+    chosen = tl.sum(tl.where(rank[:, None] == entry[None, :], group[:, None], 0), 0)
+    least = tl.min(tl.where(rank < TOP, highest, 0x7FFFFFFFFFFFFFFF), 0)
+
+    near = tl.reshape(chosen[:, None] * SIZE + tl.arange(0, SIZE)[None, :], [TOP_PAD * SIZE])
+    scores = tl.load(scores_ptr + near, mask=near < num_blocks, other=0.0)
+    keys_near = rank_keys(scores, near, num_blocks, init_blocks, local_blocks)
+    good = (keys_near >= least).to(tl.int32)
+    if tl.sum(good, 0) <= SLOTS:
+        slot = tl.arange(0, SLOTS)
+        place = tl.where(good > 0, tl.cumsum(good, 0) - 1, -1)
+        moved = tl.where(place[:, None] == slot[None, :], near[:, None] + 1, 0)
+        left = tl.sum(moved, 0) - 1
+        scores_left = tl.load(scores_ptr + left, mask=left >= 0, other=0.0)
+        keys_left = rank_keys(scores_left, left, num_blocks, init_blocks, local_blocks)
+        keys_left = tl.where(left >= 0, keys_left, _NOTHING)
+        rank_left = tl.sum((keys_left[None, :] > keys_left[:, None]).to(tl.int32), 1)
+        mine = (rank_left[:, None] == entry[None, :]) & (left >= 0)[:, None]
+        blocks = tl.sum(tl.where(mine, left[:, None] + 1, 0), 0) - 1
+    else:
+        blocks = block_of_key(replace_worst(no_best(TOP, TOP_PAD), keys_near))
+    return tl.where(entry < TOP, blocks, -1)
+
+
+@triton.jit
 def choose_blocks(
     scores_ptr,  # [num_blocks] FP32
     table_ptr,  # [pages] int32
@@ -74,8 +141,8 @@ def choose_blocks(
 ):
     """The ``min(TOP, num_blocks)`` best blocks of a row and their pages, in no order.
 
-    Up to FEW blocks are ranked all against all. Beyond, MANY at a time replace the worst of the best
-    found so far, one by one.
+    Up to FEW blocks are ranked all against all, up to MANY by :func:`rank_groups`. Beyond, MANY at a
+    time replace the worst of the best found so far, one by one.
 
     Returns:
         blocks and pages, [TOP_PAD] int32; -1 and 0 at the tail.
@@ -89,21 +156,19 @@ def choose_blocks(
         blocks, pages = rank_all(
             scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW
         )
+    elif num_blocks <= MANY:
+        blocks = rank_groups(
+            scores_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, MANY
+        )
+        pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
     else:
-        best = tl.full([TOP_PAD], _NOTHING, tl.int64)
-        # entries beyond TOP must never be the worst one
-        best = tl.where(entry < TOP, best + entry, 0x7FFFFFFFFFFFFFFF)
+        best = no_best(TOP, TOP_PAD)
         for begin in range(0, num_blocks, MANY):
             block = begin + tl.arange(0, MANY)
             scores = tl.load(scores_ptr + block, mask=block < num_blocks, other=0.0)
-            keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
-            worst = tl.min(best, 0)
-            candidate = tl.max(keys, 0)
-            while candidate > worst:
-                best = tl.where(best == worst, candidate, best)
-                keys = tl.where(keys == candidate, _NOTHING, keys)
-                worst = tl.min(best, 0)
-                candidate = tl.max(keys, 0)
+            best = replace_worst(
+                best, rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
+            )
         blocks = tl.where(entry < TOP, block_of_key(best), -1)
         pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
     return blocks, pages
