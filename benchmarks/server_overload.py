@@ -40,7 +40,7 @@ async def client(session: httpx.AsyncClient, url: str, until: float, seen: Count
         except TimeoutError:
             seen[_ABORTED] += 1
         except httpx.HTTPError as problem:
-            seen[f"broken: {type(problem).__name__}"] += 1
+            seen[f"broken: {problem!r}"] += 1
         await asyncio.sleep(random.uniform(0.0, 0.2))
 
 
@@ -110,6 +110,7 @@ def main() -> int:
             memory: list = []
             seen = asyncio.run(run(server, args.clients, args.seconds, memory))
             server.until_idle()
+            complaints = [line for line in server.log if not line.startswith("INFO")]
             stats, health = server.get("/stats").json(), server.get("/health").json()
     proper = {"200", "429", _ABORTED}
     half = len(memory) // 2
@@ -125,6 +126,7 @@ def main() -> int:
         "ended": dict(sorted(seen.items())),
         "improper": {name: count for name, count in seen.items() if name not in proper},
         "pages_held_after": stats["pages"]["used"],
+        "server_complaints": complaints[:20],
         "engine_restarts": health["restarts"],
         "rss_mib_first_half_max": {n: max(m[n] for m in memory[:half]) >> 20 for n in memory[0]},
         "rss_growth_second_half_mib": {name: size / 2**20 for name, size in growth.items()},

@@ -23,6 +23,7 @@ log = get_logger(__name__)
 
 HEADER_BYTES = 64 * 1024
 HEADER_S = 15.0  # to send a complete head after connecting
+_GRACE_S = 1.0  # between deciding that a connection is idle and closing it
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
 OPEN_PREFIX = "/page/"
 
@@ -194,6 +195,15 @@ class Protocol(HttpToolsProtocol):
         self._stop_clock()
         self._head_bytes = 0
         super().on_headers_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """An idle connection may go; but a request that has just arrived comes first.
+
+        A loop runs timers before it looks at sockets: closing at once would drop a request that
+        lies unread, and the client would see its connection break.
+        """
+        close = super().timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(_GRACE_S, close)
 
     def _stop_clock(self) -> None:
         if self._head_timer is not None:
