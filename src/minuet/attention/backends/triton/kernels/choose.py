@@ -120,7 +120,7 @@ def rank_groups(
         keys_left = rank_keys(scores_left, left, num_blocks, init_blocks, local_blocks)
         keys_left = tl.where(left >= 0, keys_left, _NOTHING)
         rank_left = tl.sum((keys_left[None, :] > keys_left[:, None]).to(tl.int32), 1)
-        mine = (rank_left[:, None] == entry[None, :]) & (left >= 0)[:, None]
+        mine = (rank_left[:, None] == entry[None, :]) & (left[:, None] >= 0)
         blocks = tl.sum(tl.where(mine, left[:, None] + 1, 0), 0) - 1
     else:
         blocks = block_of_key(replace_worst(no_best(TOP, TOP_PAD), keys_near))
