@@ -61,6 +61,11 @@ def main_keys(arch: str) -> list[Key]:
         keys += [Key.of("attend", arch, mode=m, **shape) for m in ("plan", "rows", "sparse")]
         keys.append(Key.of("scores", arch, fp8=fp8, index_dim=128))
         keys.append(Key.of("write", arch, **shape, index_dim=128, index_fp8=fp8))
+    # a dense layer's writer; small heads and index keys
+    dense = {"index_dim": 0, "index_fp8": False}
+    keys.append(Key.of("write", arch, fp8=True, head_dim=128, page=128, **dense))
+    keys.append(Key.of("write", arch, fp8=False, head_dim=64, page=16, **dense))
+    keys.append(Key.of("scores", arch, fp8=True, index_dim=64))
     for name, dtype, head_dim, page in OTHER_SHAPES:
         if name == arch:
             shape = {"fp8": dtype == "fp8", "head_dim": head_dim, "page": page}

@@ -157,28 +157,48 @@ def test_scores_are_taken_in_chunks_of_the_given_scratch(arch):
 # --- write ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_the_writer_stores_the_bytes_of_the_reference(arch, dtype):
+WRITERS = [
+    ("bf16", {"index_dim": 128}),
+    ("fp8", {"index_dim": 128}),
+    ("fp8", {}),
+    ("bf16", {"head_dim": 64, "page": 16}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "changes"), WRITERS)
+def test_the_writer_stores_the_bytes_of_the_reference(arch, dtype, changes):
     kind = storage(arch, dtype)
-    one = case((), kind, sparse=True)
+    one = case((), kind, **changes, index_dtype=kind)
     generator = torch.Generator().manual_seed(3)
-    slots = torch.tensor([17, 0, -1, 300, 511])
-    width = (4 + 2) * 2 * 128 + 3 * 128
+    dim, page, index = one.head_dim, one.page, one.index_dim
+    slots = torch.tensor([17, 0, -1, 2 * page + 3, 4 * page - 1])
+    width = (4 + 2) * 2 * dim + (3 * index if index else 0)
     packed = torch.randn(len(slots), width, generator=generator).to(torch.bfloat16)
-    packed[1, 8 * 128 : 12 * 128] = 0  # K and V of one token: scale 1
+    packed[1, 8 * dim : 12 * dim] = 0  # K and V of one token: scale 1
     cos, sin = rotation(torch.arange(len(slots)) * 37, 64)
     caches = [KVCache([one.layout], 4, fill=float("nan")).layers[0] for _ in range(2)]
-    got_q, got_index = launch.write(caches[0], packed, slots, cos, sin, norms(one), SimRunner(arch))
-    want_q, want_index = reference_write(caches[1], packed, slots, cos, sin, norms(one))
+    got = launch.write(caches[0], packed, slots, cos, sin, norms(one), SimRunner(arch))
+    want = reference_write(caches[1], packed, slots, cos, sin, norms(one))
     # the hardware's reciprocal root is within 1 ulp, so one rounding to BF16 may fall the other way
-    torch.testing.assert_close(got_q.float(), want_q.float(), rtol=2**-7, atol=1e-6)
-    torch.testing.assert_close(got_index.float(), want_index.float(), rtol=2**-7, atol=1e-6)
-    for name, want in caches[1].lanes.items():
-        got = caches[0].lanes[name]
-        same = got.view(torch.uint8) == want.view(torch.uint8)
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine is None) == (theirs is None) == (theirs is want[1] and not index)
+        if mine is not None:
+            torch.testing.assert_close(mine.float(), theirs.float(), rtol=2**-7, atol=1e-6)
+    for name, lane in caches[1].lanes.items():
+        mine = caches[0].lanes[name]
+        same = mine.view(torch.uint8) == lane.view(torch.uint8)
         assert same.float().mean() > 0.999, name
-        numbers = [torch.nan_to_num(lane.float(), nan=-7.0) for lane in (got, want)]
+        numbers = [torch.nan_to_num(x.float(), nan=-7.0) for x in (mine, lane)]
         torch.testing.assert_close(*numbers, rtol=2**-3 if kind.is_fp8 else 2**-7, atol=1e-6)
+
+
+def test_an_index_key_of_64_channels_is_scored(arch):
+    world = build(
+        case((129, 2500), DType.BF16, sparse=True, index_dim=64, index_dtype=fp8_of(arch))
+    )
+    plan = launch.plan(world.batch, 128, num_kv_heads=2, runner=SimRunner(arch))
+    got = launch.select(world.index_q, world.cache, plan, world.case.selection)
+    assert_same_selection(got, reference_blocks(world), world)
 
 
 # --- plan ----------------------------------------------------------------------------------------
