@@ -12,7 +12,7 @@ from minuet import __version__
 from minuet.engine.client import State
 from minuet.errors import RequestError
 from minuet.server import errors
-from minuet.server.chat import template_message
+from minuet.server.conversation import template_message
 from minuet.server.logprobs import token_text
 from minuet.server.protocol import DetokenizeRequest, TokenizeRequest
 from minuet.server.service import Service, check_text
