@@ -246,6 +246,17 @@ def test_the_engine_ends_with_its_server(tiny_folder):
         server.until(is_gone, 5)
 
 
+def test_a_server_that_was_suspended_does_not_blame_its_engine(fragile):
+    fragile.until_idle()
+    pid = fragile.engine_pid()
+    fragile.process.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    fragile.process.send_signal(signal.SIGCONT)
+    fragile.until(lambda: fragile.get("/health").status_code == 200)
+    time.sleep(0.5)
+    assert fragile.engine_pid() == pid
+
+
 def test_an_engine_that_cannot_be_kept_alive_ends_the_server(tiny_folder):
     with running(tiny_folder, "--engine-restarts", "0", scripted=True) as server:
         os.kill(server.engine_pid(), signal.SIGKILL)

@@ -30,6 +30,7 @@ log = get_logger(__name__)
 
 DEFAULT_FACTORY = "minuet.engine.process:prepare"
 _WATCH_S = 0.2
+_OWN_PAUSE_S = 1.0
 _STOP_S = 5.0
 _RESTART_WINDOW_S = 600.0
 
@@ -59,7 +60,7 @@ class Patience:
     """
 
     step_s: float = 4.0
-    silence_s: float = 3.5
+    silence_s: float = 3.0
     restarts: int = 3
 
 
@@ -359,7 +360,12 @@ class EngineClient:
 
     async def _watch(self) -> None:
         while not self._stopping:
+            began = time.perf_counter()
             await asyncio.sleep(_WATCH_S)
+            if time.perf_counter() - began > _WATCH_S + _OWN_PAUSE_S and self._life is not None:
+                # it was this process that paused: what the engine said meanwhile is yet unread
+                self._life.heard_s = time.perf_counter()
+                continue
             state = self.state
             if state is State.STUCK:
                 self._stuck = True
