@@ -18,12 +18,12 @@ class LayerKernels:
 
     Attributes:
         write: norm, rope, quantise and store; returns the queries.
-        select: choose blocks; None on a dense layer.
+        select: choose blocks; None on a dense layer. What it returns is for ``attend`` alone.
         attend: attention over chosen blocks or over everything.
     """
 
     write: Callable[..., tuple[Tensor, Tensor | None]]
-    select: Callable[..., Tensor] | None
+    select: Callable[..., Any] | None
     attend: Callable[..., Tensor]
 
 
@@ -34,10 +34,14 @@ class StepKernels:
     Attributes:
         plan: ``plan(batch, page_size)``, once per step; its result goes to every layer's calls.
         layers: by layer kind.
+        planner: ``planner(shape, device, scratch)`` makes what plans a prepared step shape in
+            place, for graphs and without allocating; its ``plan`` is used as ``plan`` is. None
+            where planning keeps nothing on a device.
     """
 
     plan: Callable[[AttentionBatch, int], Any]
     layers: Mapping[LayerKind, LayerKernels]
+    planner: Callable[..., Any] | None = None
 
 
 def load(choices: Mapping[tuple[LayerKind, Op], Choice]) -> StepKernels:
@@ -62,4 +66,7 @@ def load(choices: Mapping[tuple[LayerKind, Op], Choice]) -> StepKernels:
         )
         for kind in dict.fromkeys(kind for kind, _ in choices)
     }
-    return StepKernels(plan=importlib.import_module(module).plan, layers=layers)
+    launch = importlib.import_module(module)
+    return StepKernels(
+        plan=launch.plan, layers=layers, planner=getattr(launch, "planner", None)
+    )

@@ -425,9 +425,8 @@ def _dense_launches(
     if vectors >= _WIDE:
         tuning = target.wide
     group, group_pad, common = _attend_args(q, out, cache, plan, scale, tuning)
-    heads, dim, slots = cache.layout.num_kv_heads, q.shape[2], max(plan.slots, 1)
-    partial = plan.scratch.take("partial_out", (heads, slots, query_len * group, dim), torch.float32)
-    lse = plan.scratch.take("partial_lse", (heads, slots, query_len * group), torch.float32)
+    heads, slots = cache.layout.num_kv_heads, plan.slots
+    partial, lse = _partials(plan, (heads, slots, query_len * group, q.shape[2]))
     args = dict(
         **common,
         partial_ptr=partial,
@@ -456,7 +455,7 @@ def _blocks_launches(
     target, num_tokens = plan.target, q.shape[0]
     tuning = target.blocks_fp8 if cache.layout.has_scales else target.blocks
     group, _, common = _attend_args(q, out, cache, plan, scale, tuning)
-    heads, dim = cache.layout.num_kv_heads, q.shape[2]
+    heads = cache.layout.num_kv_heads
     if isinstance(blocks, Scores):
         source, top, selection = blocks.values, blocks.selection.top_blocks, blocks.selection
         stride_scores = source.stride(1)
@@ -464,9 +463,8 @@ def _blocks_launches(
         source, top, selection = blocks, blocks.shape[2], Selection(blocks.shape[2])
         stride_scores = 0
     parts = plan.row_parts(heads, top)
-    slots = num_tokens * parts if parts > 1 else 1
-    partial = plan.scratch.take("partial_out", (heads, slots, group, dim), torch.float32)
-    lse = plan.scratch.take("partial_lse", (heads, slots, group), torch.float32)
+    slots = num_tokens * parts if parts > 1 else 0
+    partial, lse = _partials(plan, (heads, slots, group, q.shape[2]))
     ragged = not plan.is_decode
     args = dict(
         **(common | {"TILE": min(tuning.tile, cache.layout.page_size)}),
@@ -498,6 +496,15 @@ def _blocks_launches(
         out, plan, (partial, lse), (num_tokens, heads, group), common, slots, static_parts=parts
     )
     return main, merge
+
+
+def _partials(plan: Plan, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    """Partial results [K, slots, vectors, D] and their logarithms; unused memory without slots."""
+    if shape[1] == 0:
+        unused = plan.tables["lengths"].view(torch.float32)
+        return unused, unused
+    partial = plan.scratch.take("partial_out", shape, torch.float32)
+    return partial, plan.scratch.take("partial_lse", shape[:3], torch.float32)
 
 
 def _prefill_launch(q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Launch:
