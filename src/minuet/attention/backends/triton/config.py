@@ -114,7 +114,7 @@ class Target:
     many_blocks: int = 1024
     parts_per_unit: int = 1
     parts_per_unit_fp8: int = 2
-    row_parts_per_unit: int = 2
+    row_parts_per_unit: int = 1
     interpreted: bool = False
 
 
