@@ -9,6 +9,7 @@ import torch
 from minuet.attention import reference
 from minuet.attention.reference import Selection
 from minuet.dtypes import DType
+from minuet.errors import ContractError
 from minuet.kv.cache import KVCache
 from minuet.kv.write import write as reference_write
 from tests.attention.conformance import (
@@ -152,6 +153,33 @@ def test_scores_are_taken_in_chunks_of_the_given_scratch(arch):
     got = launch.select(world.index_q, world.cache, plan, world.case.selection)
     assert_same_selection(got, reference_blocks(world), world)
     assert [c.key.kernel for c in runner.calls] == ["scores", "choose"] * 3
+
+
+def test_scratch_that_start_up_made_too_small_is_an_error():
+    world = build(case((300, 129, 700), DType.BF16, sparse=True))
+    shape = launch.StepShape(num_kv_heads=2, max_seqs=3, max_tokens=3, max_length=700, query_len=1)
+    scratch = {"blocks": torch.zeros(8, dtype=torch.uint8)}
+    planner = launch.planner(shape, torch.device("cpu"), scratch, SimRunner("gfx950"))
+    with pytest.raises(ContractError, match="workspace slice blocks"):
+        launch.select(world.index_q, world.cache, planner.plan(world.batch), Selection(4))
+    with pytest.raises(ContractError, match="size of a step"):
+        planner.plan(build(case((5,) * 4, DType.BF16)).batch)
+
+
+def test_one_planner_serves_steps_of_any_size_up_to_its_own(arch):
+    shape = launch.StepShape(num_kv_heads=2, max_seqs=6, max_tokens=6, max_length=2049, query_len=1)
+    runner = SimRunner(arch)
+    planner = launch.planner(shape, torch.device("cpu"), runner=runner)
+    addresses = set()
+    for lens in (EDGES, RAGGED, (2049,)):
+        world = build(case(lens, DType.BF16))
+        plan = planner.plan(world.batch)
+        got = launch.attend_dense(world.q, world.cache, plan, None, SCALE)
+        assert_close(got, expected(world), torch.bfloat16)
+        held = [*planner.tables(), *planner.scratch.values()]
+        addresses.add(tuple(tensor.data_ptr() for tensor in held))
+    assert len(addresses) == 1, "tables and scratch stay where they are"
+    assert len({call.key for call in runner.calls}) == 2, "and so do the kernels"
 
 
 # --- write ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ owns the plan's device memory and the scratch; :func:`plan` makes one for a sing
 sized by a batch: a step of any size up to the shape's uses the same memory and the same kernels.
 """
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +43,27 @@ def device_runner() -> Runner:
 # --- planning ------------------------------------------------------------------------------------
 
 
+def planner(
+    shape: StepShape,
+    device: torch.device,
+    scratch: Mapping[str, Tensor] | None = None,
+    runner: Runner | None = None,
+) -> Planner:
+    """The planner of one prepared step shape.
+
+    Args:
+        shape: sizes.
+        device: where the memory is.
+        scratch: uint8 workspace slices ``partial_out``, ``partial_lse``, ``scores``, ``blocks``;
+            what is missing is allocated on first use.
+        runner: who runs; the device's by default.
+
+    Raises:
+        ConfigError: no runner was given and there is no ROCm.
+    """
+    return Planner(shape, runner or device_runner(), device, dict(scratch or {}))
+
+
 def plan(
     batch: AttentionBatch,
     page_size: int,
@@ -69,7 +91,7 @@ def plan(
         max_length=max(1, *batch.seq_lens, 1),
         query_len=max(lens) if uniform else 0,
     )
-    return Planner(shape, runner or device_runner(), batch.positions.device).plan(batch)
+    return planner(shape, batch.positions.device, runner=runner).plan(batch)
 
 
 # --- write ---------------------------------------------------------------------------------------
@@ -114,36 +136,42 @@ def write(
         )
     q = packed.new_empty(tokens, q_heads, dim)
     index_q = packed.new_empty(tokens, heads, index_dim) if index_dim else None
-    key = Key.of(
-        "write",
-        runner.arch,
-        fp8=layout.has_scales,
-        head_dim=dim,
-        page=layout.page_size,
-        index_dim=index_dim,
-        index_fp8=layout.index_dtype.is_fp8 and index_dim > 0,
-    )
-    arguments: Arguments = {
+    vectors = q_heads + 2 * heads + (heads + 1 if index_dim else 0)
+    arguments = _write_arguments(cache, packed, norms) | {
         "q_out": q,
         "index_q_out": index_q,
-        **{name.value: cache.lanes.get(name) for name in LaneName},
-        "packed": packed.contiguous(),
         "slots": slots,
         "cosine": cos,
         "sine": sin,
-        "q_norm": norms.q,
-        "k_norm": norms.k,
-        "index_q_norm": norms.index_q if index_dim else None,
-        "index_k_norm": norms.index_k if index_dim else None,
-        "eps": norms.eps,
         "q_heads": q_heads,
-        "kv_heads": heads,
         "half": cos.shape[1],
     }
-    vectors = q_heads + 2 * heads + (heads + 1 if index_dim else 0)
     if tokens:
-        runner([Call(key, arguments, (tokens, vectors, 1))])
+        runner([Call(_write_key(layout, runner.arch), arguments, (tokens, vectors, 1))])
     return q, index_q
+
+
+def _write_key(layout: KVLayout, arch: str) -> Key:
+    return Key.of(
+        "write",
+        arch,
+        **_options(layout),
+        index_dim=layout.index_dim,
+        index_fp8=layout.index_dtype.is_fp8 and layout.index_dim > 0,
+    )
+
+
+def _write_arguments(cache: LayerCache, packed: Tensor, norms: HeadNorms) -> Arguments:
+    return {
+        **{name.value: cache.lanes.get(name) for name in LaneName},
+        "packed": packed.contiguous(),
+        "q_norm": norms.q,
+        "k_norm": norms.k,
+        "index_q_norm": norms.index_q if cache.layout.index_dim else None,
+        "index_k_norm": norms.index_k if cache.layout.index_dim else None,
+        "eps": norms.eps,
+        "kv_heads": cache.layout.num_kv_heads,
+    }
 
 
 # --- select --------------------------------------------------------------------------------------

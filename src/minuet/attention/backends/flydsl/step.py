@@ -65,8 +65,8 @@ class Planner:
         shape: sizes.
         runner: who runs.
         device: where the memory is.
-        scratch: workspace slices by name, as uint8; what is missing is allocated on first use and
-            kept.
+        scratch: workspace slices by name, as uint8; of a name that is missing a tensor is
+            allocated on first use and kept.
     """
 
     shape: StepShape
@@ -76,9 +76,10 @@ class Planner:
     split: PlanShape | None = field(init=False, default=None)
     _tables: Tensor = field(init=False)
     _host: DecodePlan | None = field(init=False, default=None)
+    _given: frozenset[str] = field(init=False, default=frozenset())
 
     def __post_init__(self) -> None:
-        shape = self.shape
+        shape, self._given = self.shape, frozenset(self.scratch)
         self._tables = torch.empty(0, dtype=torch.int32)
         if shape.query_len:
             units = self.runner.compute_units
@@ -166,10 +167,20 @@ class Planner:
         self.runner([Call(Key.of("plan", self.runner.arch), arguments, (1, 1, 1))])
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A scratch tensor from its slice; allocated once if start-up gave none."""
+        """A scratch tensor from its slice.
+
+        Raises:
+            ContractError: the slice that start-up gave is too small.
+        """
         size = prod(shape) * dtype.itemsize
         held = self.scratch.get(name)
         if held is None or held.numel() < size:
+            if name in self._given:
+                raise ContractError(
+                    f"workspace slice {name}",
+                    got=f"{0 if held is None else held.numel()} bytes",
+                    expected=f">= {size} bytes",
+                )
             held = torch.empty(size, dtype=torch.uint8, device=self.device)
             self.scratch[name] = held
         return held[:size].view(dtype).view(*shape)
