@@ -40,8 +40,15 @@ async def client(session: httpx.AsyncClient, url: str, until: float, seen: Count
         except TimeoutError:
             seen[_ABORTED] += 1
         except httpx.HTTPError as problem:
-            seen[f"broken: {problem!r}"] += 1
+            seen[f"broken: {root_cause(problem)!r}"] += 1
         await asyncio.sleep(random.uniform(0.0, 0.2))
+
+
+def root_cause(problem: BaseException) -> BaseException:
+    """What a library's exception stands for: whether the server or the client closed first."""
+    while (inner := problem.__cause__ or problem.__context__) is not None:
+        problem = inner
+    return problem
 
 
 async def request(session: httpx.AsyncClient, url: str) -> str:

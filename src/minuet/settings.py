@@ -504,7 +504,7 @@ SETTINGS: tuple[Setting, ...] = (
         "max_body_size",
         ("--max-body-size",),
         parse_bytes,
-        32 * 2**20,
+        8 * 2**20,
         _BYTES,
         "largest request body; beyond, answered 413 without reading it",
         "server",

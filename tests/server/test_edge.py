@@ -118,6 +118,25 @@ def test_a_bad_body_is_the_clients_fault(scripted, content):
     assert response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [{"a": 1}] * 500_000},
+        {"prompt": [["x"]] * 500_000},
+        {"prompt": "x", "logit_bias": {str(i): "x" for i in range(300_000)}},
+        {"prompt": "x"} | {f"field{i}": 1 for i in range(300_000)},
+        {"prompt": "x", "stop": [1] * 500_000},
+    ],
+    ids=["objects", "lists", "biases", "fields", "stops"],
+)
+def test_a_million_errors_are_not_collected(scripted, body):
+    began = time.perf_counter()
+    response = scripted.post("/v1/completions", body)
+    assert response.status_code == 400
+    assert time.perf_counter() - began < 5
+    assert len(response.content) < 4000
+
+
 def test_a_body_that_says_it_is_something_else(scripted):
     content = b'{"prompt": "x"}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):

@@ -1,5 +1,6 @@
 """Routes beside generation: models, tokens, health, metrics, the plan, and the page."""
 
+import asyncio
 import json
 from importlib import resources
 from typing import Any
@@ -117,7 +118,8 @@ async def _ids_of(service: Service, body: TokenizeRequest) -> list[int]:
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     kwargs = {**service.template_kwargs, **(body.chat_template_kwargs or {})}
     check_text(json.dumps([messages, tools, kwargs], ensure_ascii=False), "messages")
-    rendered = service.template.render(
+    rendered = await asyncio.to_thread(
+        service.template.render,
         messages,
         tools=tools or None,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,

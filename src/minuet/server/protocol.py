@@ -7,16 +7,34 @@ in quotes is an error, not a number. Ranges of sampling fields are checked by
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 4096
 _INT64 = 2**63 - 1
 
+_MAX_FIELDS = 256
+_MAX_BIASES = 4096
+
+
+def _small(value: Any) -> Any:
+    """A mapping that is checked entry by entry is refused first if it has too many.
+
+    Each wrong entry would be an error of its own: a body of a few megabytes holds a million, and
+    collecting them takes longer than anyone should be able to stop the server for. Lists end at
+    their first error (``fail_fast``) for the same reason.
+    """
+    if isinstance(value, dict) and len(value) > _MAX_BIASES:
+        raise ValueError(f"has {len(value)} entries, at most {_MAX_BIASES} are read")
+    return value
+
+
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Stops = Annotated[list[str], Field(max_length=64)]
+Stops = Annotated[list[str], Field(max_length=64, fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+ManyIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
 class Strict(BaseModel):
@@ -25,6 +43,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > _MAX_FIELDS:
+            raise ValueError(f"has {len(data)} fields, at most {_MAX_FIELDS} are read")
+        return data
 
 
 class StreamOptions(Strict):
@@ -57,7 +82,7 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     structural_tag: str | None = None
 
@@ -74,11 +99,11 @@ class SamplingFields(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_small)] = None
     max_tokens: Count | None = None
     min_tokens: Count | None = None
     stop: str | Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-_INT64 - 1, le=_INT64)] | None = None
@@ -100,7 +125,7 @@ class SamplingFields(Strict):
 class CompletionRequest(SamplingFields):
     """``POST /v1/completions``."""
 
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(max_length=MAX_PROMPTS)]
+    prompt: str | TokenIds | Annotated[Texts | ManyIds, Field(max_length=MAX_PROMPTS)]
     suffix: str | None = None
     echo: bool | None = None
     logprobs: Count | None = None
@@ -113,6 +138,9 @@ class TextPart(Strict):
     type: Literal["text", "input_text", "output_text"]
     text: str
     annotations: list[Any] | None = None
+
+
+Parts = Annotated[list[TextPart], Field(fail_fast=True)]
 
 
 class FunctionCall(Strict):
@@ -135,9 +163,9 @@ class Message(Strict):
     """One message. Clients send back what they received, so its empty fields are known too."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Parts | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -179,9 +207,9 @@ class NamedTool(Strict):
 class ChatRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_PROMPTS)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     max_completion_tokens: Count | None = None
-    tools: Annotated[list[Tool], Field(max_length=512)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=512, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
@@ -192,9 +220,9 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_small)] = None
     store: bool | None = None
-    modalities: list[str] | None = None
+    modalities: Texts | None = None
 
 
 class TokenizeRequest(Strict):
@@ -202,8 +230,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -215,7 +243,7 @@ class DetokenizeRequest(Strict):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class ResponsesTextFormat(Strict):
@@ -258,7 +286,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Parts
     id: str | None = None
     status: str | None = None
 
@@ -284,18 +312,23 @@ class InputCallOutput(Strict):
     status: str | None = None
 
 
+Items = Annotated[
+    list[InputMessage | InputCall | InputCallOutput], Field(min_length=1, fail_fast=True)
+]
+
+
 class ResponsesRequest(Strict):
     """``POST /v1/responses``: the part that concerns text and functions, without stored state."""
 
     model: str | None = None
-    input: str | Annotated[list[InputMessage | InputCall | InputCallOutput], Field(min_length=1)]
+    input: str | Items
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: Count | None = None
     stream: bool | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=512)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=512, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: ResponsesText | None = None
@@ -304,7 +337,7 @@ class ResponsesRequest(Strict):
     previous_response_id: str | None = None
     background: bool | None = None
     truncation: str | None = None
-    include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    include: Texts | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_small)] = None
     user: str | None = None
     service_tier: str | None = None
