@@ -2,7 +2,9 @@
 
 import os
 import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +65,6 @@ def test_every_kernel_compiles_without_spills_within_half_the_lds(arch):
 def test_the_documented_table_is_of_this_code():
     pytest.importorskip("flydsl")
     from importlib.metadata import version
-    from pathlib import Path
 
     from minuet.attention.backends.flydsl import report
     from tests.attention.flydsl_sim import compiled
@@ -77,6 +78,68 @@ def test_the_documented_table_is_of_this_code():
         (result,) = compiled(key)
         row = report.table({key: result}).splitlines()[-1]
         assert row in page, f"python -m minuet.attention.backends.flydsl.report docs/amd.md: {row}"
+
+
+LAUNCH = """
+import sys, types
+from pathlib import Path
+import torch
+from minuet.attention.backends.flydsl import calls
+from minuet.attention.backends.flydsl.signatures import Key
+
+# a device that is not there; the compiler is told to stop short of launching
+calls.require_rocm = lambda: None
+card = types.SimpleNamespace(gcnArchName="gfx950:sramecc+:xnack-", multi_processor_count=256)
+torch.cuda.current_device = lambda: 0
+torch.cuda.get_device_properties = lambda device: card
+torch.cuda.current_stream = lambda: types.SimpleNamespace(cuda_stream=0)
+runner = calls.RocmRunner(Path(sys.argv[1]))
+key = Key.of("merge", runner.arch, head_dim=128, planned=sys.argv[2] == "True")
+runner._launchers[key] = runner._load(key)
+data = torch.zeros(64)
+numbers = dict(kv_heads=1, group=4, query_len=1, slots=0, parts=1)
+tensors = dict(out=data, partial_out=None, partial_lse=None, rows=data.view(torch.int32))
+runner([calls.Call(key, {**tensors, **numbers}, (1, 1, 1))])
+"""
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(600)
+def test_a_launch_finds_what_was_compiled_apart(tmp_path):
+    """Up to the launch itself: types of arguments, and the object cache between two processes."""
+    pytest.importorskip("flydsl")
+    key = Key.of("merge", "gfx950", head_dim=128, planned=True)
+    fly_compile.compile_all([key], tmp_path, objects=True)
+    given = fly_compile.worker_environment("gfx950", tmp_path, toolchain(tmp_path), None)
+    given["FLYDSL_RUNTIME_RUN_ONLY"] = "1"  # a cache miss is an error
+
+    def launch(planned):
+        command = [sys.executable, "-c", LAUNCH, str(tmp_path), str(planned)]
+        return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+
+    found = launch(True)
+    assert found.returncode == 0, found.stderr
+    assert "cache" in launch(False).stderr.lower(), "what was not compiled is not found"
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(600)
+def test_lds_overflow_which_the_compiler_only_prints_is_an_error(tmp_path):
+    pytest.importorskip("flydsl")
+    out, scratch = tmp_path / "out", tmp_path / "scratch"
+    out.mkdir()
+    scratch.mkdir()
+    given = fly_compile.worker_environment("gfx942", tmp_path, toolchain(tmp_path), str(scratch))
+    given["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "tests.attention.flydsl_big", str(out), str(scratch)]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = fly_compile.read_report((out / "kernel.s").read_text(), b"", "none")
+    assert report.lds_bytes == 70_000
+    printed = (out / "stderr.txt").read_text()
+    for stderr in (printed, ""):  # either sign is enough
+        with pytest.raises(CompileError, match="70000"):
+            judge(replace(KEY, arch="gfx942"), report, stderr)
 
 
 # --- judgement, cache ----------------------------------------------------------------------------
