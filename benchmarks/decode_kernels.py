@@ -1,10 +1,11 @@
 """Time the attention kernels of a decode step on one GPU, next to a plain read and a peer.
 
-    python benchmarks/decode_kernels.py --out results.json [--cases dense-fp8,...] [--peer flashinfer]
+    python benchmarks/decode_kernels.py --out results.json [--cases dense-fp8,...] [--peer ...]
 
-Every number is microseconds per call under CUDA-graph replay (median of replays), with enough sets of
-pages that none of them is left in the L2 cache. Contenders of a cell are replayed in turn. A cell is
-timed only after its result agreed with FP32 arithmetic on the dequantised cache. See README.md.
+Every number is microseconds per call under CUDA-graph replay (median of replays), with enough sets
+of pages that none of them is left in the L2 cache. Contenders of a cell are replayed in turn. A
+cell is timed only after its result agreed with FP32 arithmetic on the dequantised cache. See
+README.md.
 """
 
 import argparse
@@ -24,13 +25,13 @@ import triton.language as tl
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from minuet.attention.backends.triton import config, launch  # noqa: E402
-from minuet.attention.backends.triton.step import Plan, Planner, StepShape  # noqa: E402
-from minuet.attention.batch import AttentionBatch  # noqa: E402
-from minuet.attention.reference import Selection  # noqa: E402
-from minuet.dtypes import DType  # noqa: E402
-from minuet.kv.cache import LayerCache  # noqa: E402
-from minuet.kv.layout import KVLayout, LaneName  # noqa: E402
+from minuet.attention.backends.triton import config, launch
+from minuet.attention.backends.triton.step import Plan, Planner, StepShape
+from minuet.attention.batch import AttentionBatch
+from minuet.attention.reference import Selection
+from minuet.dtypes import DType
+from minuet.kv.cache import LayerCache
+from minuet.kv.layout import KVLayout, LaneName
 
 DEVICE = torch.device("cuda")
 DIM = PAGE = 128
@@ -115,7 +116,7 @@ def _read(x, out, first, stretches, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def plain_read(memory: torch.Tensor, num_bytes: int, sets: int) -> Callable[[int], object]:
-    """Read ``num_bytes`` one after the other, other bytes for each set; around the end if need be."""
+    """Read ``num_bytes`` in order, other bytes for each set; around the end if need be."""
     words = memory.view(torch.uint8).view(-1).view(torch.int32)
     rows, block = (1, 2048) if num_bytes < 8e6 else (8, 4096)
     programs = max(1, round(num_bytes / 4 / (rows * block)))
@@ -314,7 +315,7 @@ def uneven(pool: Pool, target: config.Target, ceiling: float) -> Iterator[dict[s
         cell = Cell(case, 8, 200064, pool.cache(case), target)
         plans, scale = cell.plans(target, lens), DIM**-0.5
         contenders = {
-            "us": lambda i, p=plans, c=cell: launch.attend(c.q, c.cache, p[i], None, scale),
+            "us": lambda i, p=plans, c=cell, s=scale: launch.attend(c.q, c.cache, p[i], None, s),
             "static_us": static_call(cell, lens),
         }
         results = [call(0).float() for call in contenders.values()]
@@ -345,7 +346,7 @@ def header(command: list[str]) -> dict[str, object]:
         "clocks_at_start": clocks,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "command": " ".join(command),
+        "command": " ".join(Path(word).name if "/" in word else word for word in command),
         "method": f"CUDA-graph replay of >= {CALLS} calls, median of {REPLAYS} replays, contenders "
         f"alternate; sets of random pages >= {COLD_BYTES / 1e6:.0f} MB or {MOST_SETS} sets",
     }

@@ -83,7 +83,13 @@ def _sparse(cell) -> Callable[[int], object]:
             scores, 16, num_valid_pages=pages, output=chosen, force_end_blocks=1
         )
         msa_ops.msa_sparse_decode_attention(
-            cell.q, k, v, chosen.view(1, batch, 16), page_table=tables[i], seqused_k=lengths, out=out
+            cell.q,
+            k,
+            v,
+            chosen.view(1, batch, 16),
+            page_table=tables[i],
+            seqused_k=lengths,
+            out=out,
         )
 
     return run

@@ -153,7 +153,7 @@ def reference_blocks(world: World) -> Tensor | None:
 
 
 def assert_same_selection(got: Tensor, want: Tensor, world: World) -> None:
-    """Equal lists, or lists whose scores are equal but for the rounding of another order of sums."""
+    """Equal lists, or lists whose scores are equal but for rounding in another order of sums."""
     assert got.dtype == torch.int32
     assert got.shape == want.shape
     differing = (got != want).any(-1).nonzero().tolist()
@@ -264,7 +264,10 @@ def check(case: Case, backend: Backend, seed: int = 0) -> None:
 
 
 _BF16 = torch.bfloat16
-_EDGES = {page: (1, page - 1, page, page + 1, 3 * page, 3 * page + 1, 7 * page - 1) for page in (16, 32, 64, 128, 256)}
+_EDGES = {
+    page: (1, page - 1, page, page + 1, 3 * page, 3 * page + 1, 7 * page - 1)
+    for page in (16, 32, 64, 128, 256)
+}
 
 
 def _decode(page: int = 16, query_len: int = 1, empty: bool = False, **more: Any) -> Case:
@@ -328,9 +331,7 @@ def cases(fp8: DType = DType.FP8_E4M3FN) -> dict[str, Case]:
             **_sparse(index_dim=128),
         )  # fmt: skip
         made[f"mixed-{kv}"] = Case((50, 30, 3, 60, 130, 49), (1, 30, 1, 4, 100, 1), **long)
-    made["sparse-index-fp8"] = _decode(
-        kv_dtype=fp8, **_sparse(index_dtype=fp8)
-    )
+    made["sparse-index-fp8"] = _decode(kv_dtype=fp8, **_sparse(index_dtype=fp8))
     made["prefill-sparse-index-fp8"] = Case(
         (300, 40), (70, 40), q_dtype=_BF16, kv_dtype=fp8, **_sparse(index_dtype=fp8)
     )
@@ -354,7 +355,13 @@ def check_ties(backend: Backend) -> None:
     """Blocks of equal score: the lowest ids win, in every form of the choice."""
     for blocks in (6, 70, 140, 1030):
         case = Case(
-            (blocks * 16,), (1,), page=16, kv_heads=1, q_dtype=_BF16, kv_dtype=DType.BF16, **_sparse()
+            (blocks * 16,),
+            (1,),
+            page=16,
+            kv_heads=1,
+            q_dtype=_BF16,
+            kv_dtype=DType.BF16,
+            **_sparse(),
         )
         world = build(case)
         world.cache.index_k.fill_(0.25)

@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from minuet.attention.backends.triton import spec  # noqa: E402
-from minuet.attention.capability import Level  # noqa: E402
-from minuet.dtypes import DType  # noqa: E402
-from minuet.platform.arch import get  # noqa: E402
-from tests.attention.triton_compile import (  # noqa: E402
+from minuet.attention.backends.triton import spec
+from minuet.attention.capability import Level
+from minuet.dtypes import DType
+from minuet.platform.arch import get
+from tests.attention.triton_compile import (
     TARGETS,
     Shape,
     compile_launch,
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.compile
 
 RECORD = Path(__file__).with_name("triton_resources.json")
 MATRIX = (
-    "attend_dense", "attend_blocks", "attend_lists", "attend_prefill", "score_blocks", "score_tiles",
+    "attend_dense", "attend_blocks", "attend_lists", "attend_prefill",
+    "score_blocks", "score_tiles",
 )  # fmt: skip
-# Known, and stated in docs/kernels.md: on AMD V is read byte by byte where it is FP8. The FP8 prefill
-# of gfx1250 takes the compiler over a minute.
+# The FP8 prefill of gfx1250 takes the compiler over a minute.
 SLOW = {("gfx1250", "fp8", "attend_prefill")}
 
 

@@ -1,4 +1,4 @@
-"""The reduced suite through Triton's interpreter, in a process of its own: it is chosen at import."""
+"""The reduced suite through Triton's interpreter, which is chosen at import: in a process."""
 
 import os
 import subprocess

@@ -73,7 +73,9 @@ class Compiled:
             usage = _nvidia_tool("cuobjdump", "--dump-resource-usage", self.kernel.asm["cubin"])
             found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
             found["stack_bytes"] = int(re.search(r"STACK:(\d+)", usage)[1])
-            opcodes = re.findall(r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text, re.M)
+            opcodes = re.findall(
+                r"^\s+(?:/\*[0-9a-f]+\*/\s+)?(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text, re.M
+            )
             count = lambda *heads: sum(op.startswith(heads) for op in opcodes)  # noqa: E731
             found |= {
                 "matrix": count("HMMA", "HGMMA", "QGMMA"),
@@ -175,7 +177,7 @@ def launches(shape: Shape, arch: str) -> dict[str, launch.Launch]:
     made["write"] = launch.write_launch(
         cache, _empty(tokens, width), _empty(tokens, dtype=torch.int64),
         _empty(tokens, 32, dtype=torch.float32), _empty(tokens, 32, dtype=torch.float32),
-        HeadNorms(*(_empty(size, dtype=torch.float32) for size in (shape.dim, shape.dim, 128, 128)), 1e-6),
+        HeadNorms(*(_empty(n, dtype=torch.float32) for n in (shape.dim,) * 2 + (128,) * 2), 1e-6),
         (q, index_q), target,
     )  # fmt: skip
     plan = _plan(sizes, target, shape.query_len)
@@ -207,9 +209,7 @@ def _plan(sizes: step.StepShape, target: config.Target, query_len: int) -> step.
 
 
 def _cache(shape: Shape) -> LayerCache:
-    layout = KVLayout(
-        shape.page, shape.kv_heads, shape.dim, shape.kv_dtype, 128, shape.index_dtype
-    )
+    layout = KVLayout(shape.page, shape.kv_heads, shape.dim, shape.kv_dtype, 128, shape.index_dtype)
     return LayerCache(
         layout,
         {

@@ -1,6 +1,6 @@
 """The suite through Triton's interpreter; ``test_triton_interpreter.py`` starts this as a process.
 
-    TRITON_INTERPRET=1 python -m tests.attention.triton_conformance [CASE ...]
+TRITON_INTERPRET=1 python -m tests.attention.triton_conformance [CASE ...]
 """
 
 import sys

@@ -13,7 +13,12 @@ from minuet.platform.arch import get  # noqa: E402
 from tests.attention.conformance import Backend, Case  # noqa: E402
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SCRATCH_BYTES = {"partial_out": 64 << 20, "partial_lse": 1 << 20, "scores": 16 << 20, "blocks": 1 << 20}
+SCRATCH_BYTES = {
+    "partial_out": 64 << 20,
+    "partial_lse": 1 << 20,
+    "scores": 16 << 20,
+    "blocks": 1 << 20,
+}
 
 
 def device() -> torch.device:

@@ -1,4 +1,4 @@
-"""The conformance suite on a GPU, and what only a GPU shows: graphs, large offsets, recompilation."""
+"""The conformance suite on a GPU, and what only a GPU shows: graphs, offsets, recompilation."""
 
 import random
 from dataclasses import replace
@@ -8,12 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from minuet.attention import reference  # noqa: E402
-from minuet.attention.backends.triton import launch  # noqa: E402
-from minuet.attention.reference import Selection  # noqa: E402
-from minuet.dtypes import DType  # noqa: E402
-from minuet.kv.cache import KVCache, LayerCache  # noqa: E402
-from tests.attention.conformance import (  # noqa: E402
+from minuet.attention import reference
+from minuet.attention.backends.triton import launch
+from minuet.attention.reference import Selection
+from minuet.dtypes import DType
+from minuet.kv.cache import KVCache, LayerCache
+from tests.attention.conformance import (
     Case,
     assert_close,
     build,
@@ -23,7 +23,7 @@ from tests.attention.conformance import (  # noqa: E402
     check_write,
     moved,
 )
-from tests.gpu.support import (  # noqa: E402
+from tests.gpu.support import (
     GPU,
     backend,
     counted_compilations,
@@ -52,7 +52,9 @@ def test_ties_go_to_the_lowest_block():
 
 
 @pytest.mark.parametrize("kv_dtype", [DType.BF16, FLAVOUR])
-@pytest.mark.parametrize(("index_dtype", "index_dim"), [(DType.BF16, 0), (DType.BF16, 64), (FLAVOUR, 128)])
+@pytest.mark.parametrize(
+    ("index_dtype", "index_dim"), [(DType.BF16, 0), (DType.BF16, 64), (FLAVOUR, 128)]
+)
 def test_written_lanes_are_those_of_the_definition(kv_dtype, index_dtype, index_dim):
     check_write(backend(), kv_dtype, index_dtype, index_dim)
 
@@ -86,7 +88,9 @@ def test_batch_invariant_rows_do_not_depend_on_their_batch():
             positions=world.batch.positions[row : row + 1],
             page_table=world.batch.page_table[row : row + 1],
         )
-        alone = launch.attend(world.q[row : row + 1], world.cache, wide.plan(batch, 128), None, 0.09)
+        alone = launch.attend(
+            world.q[row : row + 1], world.cache, wide.plan(batch, 128), None, 0.09
+        )
         assert torch.equal(alone[0], all_rows[row])
 
 
@@ -106,7 +110,9 @@ def test_extreme_value_scales(scale):
 
 @pytest.mark.parametrize("kv_dtype", [DType.BF16, FLAVOUR])
 def test_pages_beyond_two_to_the_31_elements(kv_dtype):
-    case = Case((700, 130), (1, 1), kv_dtype=kv_dtype, **M3, **(SPARSE | {"selection": Selection(3)}))
+    case = Case(
+        (700, 130), (1, 1), kv_dtype=kv_dtype, **M3, **(SPARSE | {"selection": Selection(3)})
+    )
     world = build(case)
     pages = 2**31 // (128 * 128) + 50
     pool = KVCache([case.layout], pages, device())
@@ -211,7 +217,9 @@ def test_nothing_compiles_after_warm_up():
         lens = tuple(q + generator.randint(0, 2000) for q in query_lens)
         world = moved(build(replace(case, lens=lens, query_lens=query_lens)), device())
         # slices of larger tensors, so that addresses have every alignment a step can meet
-        wide = torch.full((len(lens) + 3, world.batch.page_table.shape[1] + 5), -1, dtype=torch.int32)
+        wide = torch.full(
+            (len(lens) + 3, world.batch.page_table.shape[1] + 5), -1, dtype=torch.int32
+        )
         table = wide.to(device())[1 : len(lens) + 1]
         table[:, : world.batch.page_table.shape[1]] = world.batch.page_table
         batch = replace(world.batch, page_table=table)

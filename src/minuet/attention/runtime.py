@@ -67,6 +67,4 @@ def load(choices: Mapping[tuple[LayerKind, Op], Choice]) -> StepKernels:
         for kind in dict.fromkeys(kind for kind, _ in choices)
     }
     launch = importlib.import_module(module)
-    return StepKernels(
-        plan=launch.plan, layers=layers, planner=getattr(launch, "planner", None)
-    )
+    return StepKernels(plan=launch.plan, layers=layers, planner=getattr(launch, "planner", None))

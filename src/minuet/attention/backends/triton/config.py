@@ -80,7 +80,7 @@ class Target:
         many_blocks: blocks up to which a row ranks groups first; taken at once beyond.
         parts_per_unit: parts of dense decode per compute unit, 16-bit cache.
         parts_per_unit_fp8: the same, FP8 cache: a second part hides the conversions of the first.
-        row_parts_per_unit: parts per compute unit that sparse decode rows are divided into, at most.
+        row_parts_per_unit: parts per compute unit that sparse decode rows make, at most.
         interpreted: runs in Triton's interpreter: matrix operands are FP32, which it gets right.
     """
 
@@ -150,8 +150,8 @@ _SM120 = replace(
     prefill=Tuning(64, 8, 2),
 )
 
-# gfx9: 64 KiB of LDS on gfx942; four waves, so that a wave may use 512 registers; the compiler's own
-# pipelining.
+# gfx9: 64 KiB of LDS on gfx942; four waves, so that a wave may use 512 registers; the compiler's
+# own pipelining.
 _GFX9 = Target(
     pairs=False,
     fp8_operand="bf16",

@@ -107,9 +107,7 @@ def planner(
     return Planner(shape, device, target_of(device), scratch)
 
 
-def plan(
-    batch: AttentionBatch, page_size: int, *, num_kv_heads: int = 8, group: int = 16
-) -> Plan:
+def plan(batch: AttentionBatch, page_size: int, *, num_kv_heads: int = 8, group: int = 16) -> Plan:
     """Plan a single step, sized by itself; it allocates. Serving uses :func:`planner`.
 
     Args:
@@ -148,7 +146,7 @@ def write(
     sin: Tensor,
     norms: HeadNorms,
 ) -> tuple[Tensor, Tensor | None]:
-    """Normalise, rotate, quantise and store a step in one launch; see :func:`minuet.kv.write.write`.
+    """Normalise, rotate, quantise and store a step in one launch: :func:`minuet.kv.write.write`.
 
     Args:
         cache: the layer's lanes; written.
@@ -242,9 +240,7 @@ def write_launch(
 # --- select --------------------------------------------------------------------------------------
 
 
-def select(
-    index_q: Tensor, cache: LayerCache, plan: Plan, selection: Selection
-) -> Scores | Tensor:
+def select(index_q: Tensor, cache: LayerCache, plan: Plan, selection: Selection) -> Scores | Tensor:
     """Choose the blocks each row attends to; see :func:`minuet.attention.reference.select`.
 
     Args:
@@ -380,7 +376,7 @@ def list_launch(
 def attend(
     q: Tensor, cache: LayerCache, plan: Plan, blocks: Scores | Tensor | None, scale: float
 ) -> Tensor:
-    """Attention over chosen blocks or over everything; see :func:`minuet.attention.reference.attend`.
+    """Attention over chosen blocks or over everything: :func:`minuet.attention.reference.attend`.
 
     Args:
         q: [T, H, D], normalised and rotated.
@@ -562,9 +558,7 @@ def _merge_launch(
         PDL=target.pdl,
     )
     grid = (rows, heads, -(-vectors // how.vectors) * (dim // width))
-    return Launch(
-        attend_kernels.merge_parts, grid, args, _options(target, Tuning(0, how.warps, 1))
-    )
+    return Launch(attend_kernels.merge_parts, grid, args, _options(target, Tuning(0, how.warps, 1)))
 
 
 def _attend_args(
@@ -580,7 +574,7 @@ def _attend_args(
             expected=f"heads a multiple of {layout.num_kv_heads}, {layout.head_dim} channels",
         )
     if q.stride() != out.stride() or q.stride(2) != 1:
-        raise ContractError("strides of queries", got=q.stride(), expected=out.stride())
+        raise ContractError("strides of queries", got=q.stride(), expected=str(out.stride()))
     k, pairs = _paired(cache.k, target)
     v, _ = _paired(cache.v, target)
     k_scale, v_scale = _scales(cache)
@@ -660,4 +654,4 @@ def _options(target: Target, tuning: Tuning, **more: Any) -> dict[str, Any]:
 
 
 def _power_of_2(value: int) -> int:
-    return triton.next_power_of_2(value)
+    return int(triton.next_power_of_2(value))

@@ -20,7 +20,7 @@ from minuet.kv.layout import Form
 
 NAME = "triton"
 
-# sm90: the conformance suite and the timings ran on an H200 (benchmarks/results/h200/). The AMD archs
+# sm90: the conformance suite and the timings ran on an H200 (benchmarks/results/h200/). AMD archs
 # are compile targets, an independent witness for the FlyDSL kernels: the suite ran in Triton's
 # interpreter, and the machine code is inspected (tests/attention/test_triton_compile.py). For the
 # other NVIDIA archs the sources are written, and nobody has looked.

@@ -1,7 +1,7 @@
 """What every layer of a step shares: tables on the device, refreshed in place, and scratch memory.
 
-A :class:`Planner` is made once per prepared step shape, from sizes; :meth:`Planner.plan` rewrites its
-tables for a step without changing an address, so a captured graph stays valid.
+A :class:`Planner` is made once per prepared step shape, from sizes; :meth:`Planner.plan` rewrites
+its tables for a step without changing an address, so a captured graph stays valid.
 """
 
 from collections.abc import Mapping
@@ -96,7 +96,7 @@ class StepShape:
 
     @property
     def scores_at_once(self) -> bool:
-        """Whether a decode step's scores fit the budget, so that ``attend`` may choose from them."""
+        """Whether a decode step's scores fit the budget: ``attend`` then chooses from them."""
         return self.query_len > 0 and self.score_chunk >= self.max_tokens
 
     def split(self, tile_tokens: int, parts_per_unit: int) -> PlanShape:
@@ -171,7 +171,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Query tokens of sequences, cut into tiles: records (sequence, first token, tokens, position)."""
+    """Query tokens cut into tiles: records (sequence, first token, tokens, position)."""
 
     records: Int32Array
     chunks: tuple[tuple[int, int, int, int], ...] = field(default=())
@@ -234,7 +234,9 @@ class Planner:
         self._copied: list[Any] = [torch.cuda.Event() if pinned else None for _ in range(2)]
         self._tables = torch.zeros(self._size, dtype=torch.int32, device=device)
         self._views = {
-            name: self._tables[first:end].view(-1, fields) if fields > 1 else self._tables[first:end]
+            name: self._tables[first:end].view(-1, fields)
+            if fields > 1
+            else self._tables[first:end]
             for name, (first, end, fields) in self._places.items()
         }
         self._turn = 0
@@ -285,7 +287,12 @@ class Planner:
         checks: list[tuple[str, object, bool, object]] = [
             ("page size", page_size, page_size == shape.page_size, shape.page_size),
             ("sequences", batch.num_seqs, batch.num_seqs <= shape.max_seqs, shape.max_seqs),
-            ("query tokens", batch.num_tokens, batch.num_tokens <= shape.max_tokens, shape.max_tokens),
+            (
+                "query tokens",
+                batch.num_tokens,
+                batch.num_tokens <= shape.max_tokens,
+                shape.max_tokens,
+            ),
             (
                 "context length",
                 max(batch.seq_lens, default=0),

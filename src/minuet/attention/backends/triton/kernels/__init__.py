@@ -1,1 +1,1 @@
-"""Device code in Triton. Launchers choose constexprs and grids; nothing here knows a model or an arch."""
+"""Device code in Triton. Launchers choose constexprs and grids; no model or arch is known here."""

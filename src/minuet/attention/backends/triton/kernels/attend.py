@@ -1,4 +1,4 @@
-"""Attention over pages: dense by a plan, over chosen blocks, dense prefill, and the merge of parts."""
+"""Attention over pages: dense by a plan, over chosen blocks, prefill, and the merge of parts."""
 
 import triton
 import triton.language as tl
@@ -127,7 +127,8 @@ def attend_dense(
             q_low, q_high, top, total, zero, zero,
             k_ptr + head * stride_k_head, v_ptr + head * stride_v_head,
             k_scale_ptr + head * stride_scale_head, v_scale_ptr + head * stride_scale_head,
-            table_ptr, page, stride_k_page, stride_v_page, stride_scale_page, first, end, length, length - query_len + 1 + query, score_scale,
+            table_ptr, page, stride_k_page, stride_v_page, stride_scale_page,
+            first, end, length, length - query_len + 1 + query, score_scale,
             STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, ROW_MASK, STAGES,
         )  # fmt: skip
         let_next_start(PDL)
@@ -183,8 +184,8 @@ def attend_blocks(
 ):  # fmt: skip
     """One part of one row (query token x KV head) over its chosen blocks.
 
-    With FROM_SCORES the row's blocks are chosen here, by every part for itself: that costs less than
-    handing a list over from another launch.
+    With FROM_SCORES the row's blocks are chosen here, by every part for itself: that costs less
+    than handing a list over from another launch.
     """
     token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_tokens, heads = tl.num_programs(0), tl.num_programs(1)
@@ -321,7 +322,8 @@ def attend_prefill(
         )  # fmt: skip
     top, total, even, odd = stream(
         q_low, q_high, top, total, even, odd,
-        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, tl.load(table_ptr + whole * TILE // PAGE),
+        k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr,
+        tl.load(table_ptr + whole * TILE // PAGE),
         stride_k_page, stride_v_page, stride_scale_page,
         whole, tl.cdiv(length, TILE), length, position + 1 + query, score_scale,
         STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, True, 1,

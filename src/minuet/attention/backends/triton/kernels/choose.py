@@ -34,6 +34,7 @@ def rank_keys(scores, block, num_blocks, init_blocks, local_blocks):
 
 @triton.jit
 def block_of_key(key):
+    """The block that a key of :func:`rank_keys` is of."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
@@ -141,8 +142,8 @@ def choose_blocks(
 ):
     """The ``min(TOP, num_blocks)`` best blocks of a row and their pages, in no order.
 
-    Up to FEW blocks are ranked all against all, up to MANY by :func:`rank_groups`. Beyond, MANY at a
-    time replace the worst of the best found so far, one by one.
+    Up to FEW blocks are ranked all against all, up to MANY by :func:`rank_groups`. Beyond, MANY at
+    a time replace the worst of the best found so far, one by one.
 
     Returns:
         blocks and pages, [TOP_PAD] int32; -1 and 0 at the tail.
@@ -157,9 +158,7 @@ def choose_blocks(
             scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW
         )
     elif num_blocks <= MANY:
-        blocks = rank_groups(
-            scores_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, MANY
-        )
+        blocks = rank_groups(scores_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, MANY)
         pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
     else:
         best = no_best(TOP, TOP_PAD)

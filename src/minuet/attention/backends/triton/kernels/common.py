@@ -14,14 +14,14 @@ SMALLEST_SCALE = tl.constexpr(1.0e-30)
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Until the kernels before this one are done. Every CTA calls it: that makes order transitive."""
+    """Until the kernels before are done. Every program calls it: that makes order transitive."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Allow the next kernel's prologue. Late: its CTAs take the places of ours (docs/kernels.md)."""
+    """Allow the next kernel's prologue. Late: it takes the places of ours (docs/kernels.md)."""
     if PDL:
         gdc_launch_dependents()
 
@@ -162,9 +162,7 @@ def attend_tile(
         bias = tl.where(valid, 0.0, float("-inf"))
         scores = scores * score_scale + bias[None, :]
     if ROW_MASK:
-        scores = tl.where(
-            tl.arange(0, TILE)[None, :] < visible[:, None], scores, float("-inf")
-        )
+        scores = tl.where(tl.arange(0, TILE)[None, :] < visible[:, None], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1) - SHIFT)
     keep = tl.exp2(top - new_top)
     weights = tl.exp2(scores - new_top[:, None])
@@ -183,9 +181,7 @@ def attend_tile(
 
 
 @triton.jit
-def load_queries(
-    q_ptr, offsets, mask, C: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr
-):
+def load_queries(q_ptr, offsets, mask, C: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr):
     """Query vectors at ``offsets`` [M]: (channels 4t, 4t + 1; 4t + 2, 4t + 3), or (all, all)."""
     if PAIRS:
         channel = tl.arange(0, 2 * C)
@@ -201,9 +197,7 @@ def load_queries(
 
 
 @triton.jit
-def store_output(
-    out_ptr, offsets, mask, even, odd, C: tl.constexpr, PAIRS: tl.constexpr
-):
+def store_output(out_ptr, offsets, mask, even, odd, C: tl.constexpr, PAIRS: tl.constexpr):
     """Store [M, C] halves (or the whole) at ``offsets`` [M], channels in their own order."""
     channel = tl.arange(0, C)
     if PAIRS:
@@ -217,10 +211,19 @@ def store_output(
 
 @triton.jit
 def store_partial(
-    out_ptr, lse_ptr, vectors, mask, top, total, even, odd,
-    D: tl.constexpr, C: tl.constexpr, PAIRS: tl.constexpr,
+    out_ptr,
+    lse_ptr,
+    vectors,
+    mask,
+    top,
+    total,
+    even,
+    odd,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Store a part's normalised output and log2 of its softmax sum; even channels first if PAIRS."""
+    """Store a part's normalised output and log2 of its softmax sum; PAIRS: even channels first."""
     channel = tl.arange(0, C)
     some = tl.where(total > 0, total, 1.0)
     inverse = 1.0 / some
