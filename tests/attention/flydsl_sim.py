@@ -11,11 +11,13 @@ from minuet.attention.backends.flydsl import compile as fly_compile
 from minuet.attention.backends.flydsl.calls import Call
 from minuet.attention.backends.flydsl.compile import Compiled
 from minuet.attention.backends.flydsl.signatures import SIGNATURES, Key
-from minuet.testing.amdgpu import Geometry, Memory, Module, launch, parse
+from minuet.kv.layout import LaneName
+from minuet.testing.amdgpu import Geometry, Memory, Module, Pointer, launch, parse
 from minuet.testing.amdgpu.state import TARGETS
 
 ARCHS = ("gfx942", "gfx950", "gfx1250")
 SCRATCH = ("partial_out", "partial_lse", "scores")  # hold nothing when a launcher is called
+LANES = tuple(name.value for name in LaneName)
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "flydsl"  # keyed by source and versions
 
 _done: dict[Key, Compiled] = {}
@@ -58,6 +60,8 @@ class SimRunner:
         compute_units: few, so that a small batch is divided and merged.
         order: None for waves in step, or the seed of a random order.
         edits: kernel name to a change of its IR.
+        shift: pages that the cache is imagined to have in front of those it has: pointers start
+            that much earlier and page ids are that much larger, so offsets need 64 bits.
         calls: what was run.
     """
 
@@ -65,6 +69,7 @@ class SimRunner:
     compute_units: int = 8
     order: int | None = None
     edits: dict = field(default_factory=dict)
+    shift: int = 0
     calls: list[Call] = field(default_factory=list)
 
     def __call__(self, calls) -> None:
@@ -78,17 +83,20 @@ class SimRunner:
                 if torch.is_tensor(value) and name not in pointers and value.numel():
                     assert value.is_contiguous(), name
                     tensors[name] = value
-                    pointers[name] = memory.place(
-                        name,
-                        array(value),
-                        readonly=name not in written,
-                        unwritten=name in SCRATCH,
-                    )
+                    pointers[name] = self._place(memory, name, value, name not in written)
         for call in calls:
             self._run(call, memory, pointers)
         for name in written & set(pointers):
             raw = torch.from_numpy(memory.fetch(pointers[name]))
             tensors[name].copy_(raw.view(tensors[name].dtype).view(tensors[name].shape))
+
+    def _place(self, memory: Memory, name: str, value: torch.Tensor, readonly: bool) -> Pointer:
+        if name == "page_table":
+            value = torch.where(value < 0, value, value + self.shift)
+        pointer = memory.place(name, array(value), readonly=readonly, unwritten=name in SCRATCH)
+        if name in LANES:
+            pointer += -self.shift * (value.nbytes // value.shape[0])
+        return pointer
 
     def _run(self, call: Call, memory: Memory, pointers: dict) -> None:
         (code,), signature = compiled(call.key), SIGNATURES[call.key.kernel]

@@ -182,6 +182,34 @@ def test_one_planner_serves_steps_of_any_size_up_to_its_own(arch):
     assert len({call.key for call in runner.calls}) == 2, "and so do the kernels"
 
 
+FAR = (
+    300_000  # pages of 32 KiB and more: offsets beyond 2**32 elements in every lane but the scales
+)
+
+
+def test_offsets_of_a_large_cache_are_64_bits_wide(arch):
+    kind = fp8_of(arch)
+    world = build(case((300, 129), kind, sparse=True))
+    runner = SimRunner(arch, shift=FAR)
+    assert_close(dense(world, runner), expected(world), torch.bfloat16)
+    plan = launch.plan(world.batch, 128, num_kv_heads=2, runner=runner)
+    blocks = launch.select(world.index_q, world.cache, plan, world.case.selection)
+    want_blocks = reference_blocks(world)
+    assert_same_selection(blocks, want_blocks, world)
+    got = launch.attend_sparse(world.q, world.cache, plan, blocks, SCALE)
+    assert_close(got, expected(world, want_blocks), torch.bfloat16)
+    caches = [KVCache([world.case.layout], 4, fill=float("nan")).layers[0] for _ in range(2)]
+    slots = torch.tensor([17, -1, 300])
+    packed = torch.randn(3, 15 * 128, generator=torch.Generator().manual_seed(5))
+    step = packed.to(torch.bfloat16), slots, *rotation(torch.arange(3), 64), norms(world.case)
+    far = torch.where(slots < 0, slots, slots + FAR * 128)
+    launch.write(caches[0], step[0], far, *step[2:], runner)
+    reference_write(caches[1], *step)
+    for name, lane in caches[1].lanes.items():
+        same = caches[0].lanes[name].view(torch.uint8) == lane.view(torch.uint8)
+        assert same.float().mean() > 0.999, name
+
+
 # --- write ---------------------------------------------------------------------------------------
 
 
