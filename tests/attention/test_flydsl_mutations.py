@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from minuet.attention import reference
-from tests.attention.conformance import assert_close, build
+from minuet.attention.reference import Selection
+from minuet.dtypes import DType
+from minuet.kv.cache import KVCache
+from minuet.kv.layout import LaneName
+from tests.attention.conformance import (
+    assert_close,
+    build,
+    norms,
+    reference_blocks,
+    rotation,
+)
 from tests.attention.flydsl_cases import case, fp8_of, main_keys
 
 pytest.importorskip("flydsl")
@@ -146,3 +156,86 @@ def test_a_missing_barrier_is_called_a_race_whatever_the_order_of_waves(arch):
     for order in (None, 0, 1):
         with pytest.raises(SimulationError, match=r"race|never written"):
             run(arch, no_barrier, order)
+
+
+# --- the other kernels ---------------------------------------------------------------------------
+
+
+def another_flavours_maximum(text):
+    """The scale of e4m3fn is taken from fnuz's 240, and stores what fits there."""
+    return text.replace("4.480000e+02", "2.400000e+02")
+
+
+def ties_to_the_highest(text):
+    """Equal scores are ordered by rising block."""
+    return re.sub(r"sub i32 -1, (%\d+)\n", r"add i32 \1, 0\n", text, count=1)
+
+
+def tokens_of_the_future(text):
+    """Scores take in tokens behind the query's own."""
+    first, *rest = re.split(r"(?<=icmp sle i32 )", text)
+    return (
+        first
+        + rest[0]
+        + "".join(re.sub(r"^(%\d+), %\d+", r"\1, 2147483647", part) for part in rest[1:])
+    )
+
+
+def no_barrier_in_the_scan(text):
+    """A step of the planner's scan reads before the one before it is written."""
+    barrier = "call void @llvm.amdgcn.s.barrier()"
+    before, _, after = text.partition(barrier)
+    return before + barrier + after.replace(barrier, "", 1)
+
+
+def test_ties_to_the_highest_block_are_caught():
+    compiled(*main_keys("gfx950"))
+    chosen, lists = Selection(3), []
+    world = build(case((6 * 128 - 40,), DType.BF16, sparse=True, selection=chosen))
+    world.cache.index_k.fill_(0.25)
+    for edits in ({}, {"choose": ties_to_the_highest}):
+        runner = SimRunner("gfx950", edits=edits)
+        plan = launch.plan(world.batch, 128, num_kv_heads=2, runner=runner)
+        lists.append(launch.select(world.index_q, world.cache, plan, chosen)[0, 0].tolist())
+    assert lists[0] == [0, 1, 5] == reference_blocks(world)[0, 0].tolist()
+    assert lists[1] != lists[0]
+
+
+def test_scores_of_the_future_are_caught():
+    compiled(*main_keys("gfx950"))
+    world = build(case((100,), DType.BF16, sparse=True, selection=Selection(3)))
+    own = int(world.batch.page_table[0, 0])
+    world.cache.index_k[own, 100:] = 1e4 * torch.sign(world.index_q[0, 0])
+    for edits, seen in (({}, False), ({"scores": tokens_of_the_future}, True)):
+        runner = SimRunner("gfx950", edits=edits)
+        plan = launch.plan(world.batch, 128, num_kv_heads=2, runner=runner)
+        launch.select(world.index_q, world.cache, plan, world.case.selection)
+        scores = plan.planner.scratch["scores"].view(torch.float32)
+        assert (float(scores.max()) > 1e3) == seen
+
+
+def test_a_maximum_of_the_other_flavour_is_caught():
+    compiled(*main_keys("gfx950"))
+    one = case((), DType.FP8_E4M3FN)
+    packed = torch.randn(2, 12 * 128, generator=torch.Generator().manual_seed(1))
+    scales = []
+    for edits in ({}, {"write": another_flavours_maximum}):
+        cache = KVCache([one.layout], 1, fill=float("nan")).layers[0]
+        step = (torch.tensor([0, 1]), *rotation(torch.arange(2), 64), norms(one))
+        launch.write(cache, packed.to(torch.bfloat16), *step, SimRunner("gfx950", edits=edits))
+        scales.append(cache.lanes[LaneName.V_SCALE][0, :, :2])
+    torch.testing.assert_close(scales[1], scales[0] * 448 / 240)
+
+
+def test_a_missing_barrier_of_the_planner_is_caught():
+    compiled(*main_keys("gfx950"))
+    shape = launch.StepShape(num_kv_heads=1, max_seqs=9, max_tokens=9, max_length=4096, query_len=1)
+    lengths = torch.tensor([700, 0, 4096, 1], dtype=torch.int32)
+    for edits, order in (({}, 0), ({"plan": no_barrier_in_the_scan}, None)):
+        runner = SimRunner("gfx950", edits=edits, order=order)
+        planner = launch.planner(shape, torch.device("cpu"), runner=runner)
+        if edits:
+            with pytest.raises(SimulationError, match=r"race|never written"):
+                planner.refresh_on_device(lengths, 4)
+        else:
+            planner.refresh_on_device(lengths, 4)
