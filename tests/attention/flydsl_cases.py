@@ -69,6 +69,8 @@ def main_keys(arch: str) -> list[Key]:
     for name, dtype, head_dim, page in OTHER_SHAPES:
         if name == arch:
             shape = {"fp8": dtype == "fp8", "head_dim": head_dim, "page": page}
-            keys.append(Key.of("attend", arch, mode="plan", **shape))
+            keys += [Key.of("attend", arch, mode=m, **shape) for m in ("plan", "rows")]
+            if page == 128:
+                keys.append(Key.of("attend", arch, mode="sparse", **shape))
             keys.append(Key.of("merge", arch, head_dim=head_dim, planned=True))
     return keys

@@ -98,10 +98,24 @@ def test_a_ragged_step_runs_row_by_row_over_everything(arch):
 
 def test_other_pages_and_head_sizes(arch):
     for name, dtype, head_dim, page in OTHER_SHAPES:
-        if name == arch:
-            lens = (1, page, page + 1, 333)
-            world = build(case(lens, storage(arch, dtype), head_dim=head_dim, page=page))
-            assert_close(dense(world, SimRunner(arch)), expected(world), torch.bfloat16)
+        if name != arch:
+            continue
+        shape = {"head_dim": head_dim, "page": page}
+        world = build(case((1, page, page + 1, 333), storage(arch, dtype), **shape))
+        assert_close(dense(world, SimRunner(arch)), expected(world), torch.bfloat16)
+        ragged = build(replace(case((40, 90), storage(arch, dtype), **shape), query_lens=(2, 12)))
+        assert_close(dense(ragged, SimRunner(arch)), expected(ragged), torch.bfloat16)
+
+
+def test_sparse_heads_of_64_channels():
+    kind = fp8_of("gfx950")
+    world = build(case((300, 700), kind, sparse=True, head_dim=64, selection=Selection(3)))
+    plan = launch.plan(
+        world.batch, 128, num_kv_heads=2, runner=SimRunner("gfx950", compute_units=1)
+    )
+    blocks = reference_blocks(world)
+    got = launch.attend_sparse(world.q, world.cache, plan, blocks, 64**-0.5)
+    assert_close(got, expected(world, blocks), torch.bfloat16)
 
 
 # --- sparse --------------------------------------------------------------------------------------

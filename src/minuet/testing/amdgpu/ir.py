@@ -102,7 +102,6 @@ class Function:
         name: without ``@``.
         params: (name, type) in order.
         blocks: in the order of the text, which is the order in which diverged lanes are taken.
-        waves64: lanes per wave if the attributes say so, else None.
     """
 
     name: str
