@@ -5,6 +5,7 @@ with it byte by byte.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from minuet.ops.rope import rotate
 # T tokens, H query heads, K KV heads, D head dim, I index dim
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeadNorms:
     """Per-head norm weights of one layer, shared by all heads.
 
@@ -36,6 +37,27 @@ class HeadNorms:
     index_q: Tensor | None
     index_k: Tensor | None
     eps: float
+
+    def qk_gains(self, num_q: int, num_k: int) -> Tensor:
+        """[num_q + num_k, D] float32: ``1 + w`` of every head, queries first."""
+        return self._gains("qk", self.q, num_q, self.k, num_k)
+
+    def index_gains(self, num_q: int) -> Tensor:
+        """[num_q + 1, I] float32: ``1 + w`` of every index head, queries first."""
+        assert self.index_q is not None
+        assert self.index_k is not None
+        return self._gains("index", self.index_q, num_q, self.index_k, 1)
+
+    def _gains(self, name: str, q: Tensor, num_q: int, k: Tensor, num_k: int) -> Tensor:
+        # made once: weights do not change, and a step of few tokens costs what its operations cost
+        key = (name, num_q, num_k)
+        if key not in self._made:
+            self._made[key] = 1.0 + torch.cat([q.expand(num_q, -1), k.expand(num_k, -1)])
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[tuple[str, int, int], Tensor]:
+        return {}
 
 
 def write(
@@ -79,39 +101,24 @@ def write(
         widths.append(index_width)
     parts = packed.split(widths, dim=1)
     num_q = q_width // layout.head_dim
-    qk = _normed_and_rotated(parts[0], norms.q, norms.k, num_q, norms.eps, cos, sin)
+    heads = layout.num_kv_heads
+    gains = norms.qk_gains(num_q, heads)
+    qk = _normed_and_rotated(parts[0], gains, norms.eps, cos, sin)
     v = parts[1].unflatten(1, (-1, layout.head_dim))
     index_q = index_k = None
     if index_dim:
-        assert norms.index_q is not None
-        assert norms.index_k is not None
-        heads = layout.num_kv_heads
-        index = _normed_and_rotated(
-            parts[2], norms.index_q, norms.index_k, heads, norms.eps, cos, sin
-        )
+        index = _normed_and_rotated(parts[2], norms.index_gains(heads), norms.eps, cos, sin)
         index_q, index_k = index[:, :heads], index[:, heads]
     store(cache, slots, qk[:, num_q:], v, index_k)
     return qk[:, :num_q], index_q
 
 
 def _normed_and_rotated(
-    packed: Tensor,
-    first: Tensor,
-    second: Tensor,
-    num_first: int,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
+    packed: Tensor, gains: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """[T, heads, D] from rows ``[first heads | second heads]``, each kind with its own norm weight.
-
-    The norms share their statistics pass and the rotation: on a CPU a step of few tokens costs what
-    its number of operations costs.
-    """
-    heads = packed.unflatten(1, (-1, first.shape[0]))
-    num_second = heads.shape[1] - num_first
-    gains = 1.0 + torch.cat([first.expand(num_first, -1), second.expand(num_second, -1)])
-    normed = F.rms_norm(heads.float(), first.shape, None, eps) * gains
+    """[T, heads, D] from rows of heads, each with its own gain; one pass for queries and keys."""
+    heads = packed.unflatten(1, gains.shape)
+    normed = F.rms_norm(heads.float(), gains.shape[1:], None, eps) * gains
     return rotate(normed.to(packed.dtype), cos, sin)
 
 

@@ -89,10 +89,17 @@ class Group:
 
     def page_heads(self, num_heads: int) -> Tensor:
         """[S * K * N] int64: ``page * K + head`` of every gathered page."""
-        return (self.pages[:, None] * num_heads + torch.arange(num_heads)[:, None]).flatten()
+        if num_heads not in self._page_heads:
+            heads = torch.arange(num_heads)[:, None]
+            self._page_heads[num_heads] = (self.pages[:, None] * num_heads + heads).flatten()
+        return self._page_heads[num_heads]
+
+    @cached_property
+    def _page_heads(self) -> dict[int, Tensor]:
+        return {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """What every layer of the step shares.
 
@@ -103,6 +110,25 @@ class Plan:
 
     groups: tuple[Group, ...]
     num_tokens: int
+
+    def all_visible(self, num_heads: int, top_blocks: int) -> Tensor | None:
+        """[T, K, top_blocks] int32: the selection of a step in which every block is chosen.
+
+        None where some context has more blocks than are chosen. The same for every layer.
+        """
+        key = (num_heads, top_blocks)
+        if key not in self._selections:
+            self._selections[key] = None
+            if all(group.num_blocks <= top_blocks for group in self.groups):
+                chosen = torch.full((self.num_tokens, top_blocks), -1, dtype=torch.int32)
+                for group in self.groups:
+                    chosen[group.tokens, : group.num_blocks] = group.every_block.flatten(0, 1)
+                self._selections[key] = chosen[:, None].expand(-1, num_heads, -1)
+        return self._selections[key]
+
+    @cached_property
+    def _selections(self) -> dict[tuple[int, int], Tensor | None]:
+        return {}
 
 
 def plan(batch: AttentionBatch, page_size: int) -> Plan:
@@ -171,6 +197,8 @@ def select(index_q: Tensor, cache: LayerCache, plan: Plan, selection: Selection)
         [T, K, top_blocks] int32 logical block ids, ascending, -1 at the tail.
     """
     num_tokens, heads, _ = index_q.shape
+    if (everything := plan.all_visible(heads, selection.top_blocks)) is not None:
+        return everything
     chosen = torch.full((num_tokens, heads, selection.top_blocks), -1, dtype=torch.int32)
     for group in plan.groups:
         if group.num_blocks <= selection.top_blocks:
