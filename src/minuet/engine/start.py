@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minuet.attention.contract import Phase
+from minuet.attention.contract import LayerKind, Op
+from minuet.attention.dispatch import Choice
 from minuet.attention.runtime import load
 from minuet.config import Options
 from minuet.engine.core import Core, Limits
@@ -87,15 +88,8 @@ def start(options: Options, announce: Callable[[str], None] = log.info) -> Engin
             f"the pool took {cache.num_bytes} bytes, the plan says {plan.memory.kv_bytes}"
         )
     clock.lap("reserve")
-    # one kernel serves every query length of an operation, so the plan's choices are folded to one
-    choices = {
-        (call.layer_kind, call.op): choice
-        for call, choice in plan.choices.items()
-        if call.phase is Phase.DECODE
-    }
-    model = importlib.import_module(source.package + ".model").Model(
-        source.spec, weights, load(choices)
-    )
+    model_class = importlib.import_module(source.package + ".model").Model
+    model = model_class(source.spec, weights, load(_one_kernel_each(plan)))
     tokenizer = _tokenizer(source.folder)
     core = Core(
         _scheduler(plan, source),
@@ -105,6 +99,20 @@ def start(options: Options, announce: Callable[[str], None] = log.info) -> Engin
     )
     clock.lap("prepare")
     return Engine(core, plan, source, tokenizer, clock.laps)
+
+
+def _one_kernel_each(plan: ExecutionPlan) -> dict[tuple[LayerKind, Op], Choice]:
+    """The plan's choices by layer kind and operation: one kernel serves every phase and length.
+
+    Raises:
+        IntegrityError: the plan chose several, which the model's layers could not tell apart.
+    """
+    folded: dict[tuple[LayerKind, Op], Choice] = {}
+    for call, choice in plan.choices.items():
+        first = folded.setdefault((call.layer_kind, call.op), choice)
+        if first.kernel is not choice.kernel:
+            raise IntegrityError(f"{call} has another kernel than {first.problem.phase.value}")
+    return folded
 
 
 class _Clock:
