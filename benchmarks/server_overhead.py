@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from benchmarks.header import header  # noqa: E402
 from tests.server.conftest import running  # noqa: E402
 
 from minuet.models.m3.export import make_checkpoint  # noqa: E402
@@ -104,20 +104,9 @@ def main() -> None:
                 measure(server, args.streams, args.tokens, path)
                 for path in ("/v1/completions", "/v1/chat/completions")
             ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    ).stdout.strip()
     found = {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit,
+        **header(),
         "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "load_average_1_min": os.getloadavg()[0],
-        "python": platform.python_version(),
         "runs": runs,
     }
     text = json.dumps(found, indent=2) + "\n"

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import httpx  # noqa: E402
+from benchmarks.header import header  # noqa: E402
 from tests.server.conftest import running  # noqa: E402
 
 from minuet.models.m3.export import make_checkpoint  # noqa: E402
@@ -126,7 +127,7 @@ def main() -> int:
         for name in memory[0]
     }
     found = {
-        "date": time.strftime("%Y-%m-%d"),
+        **header(),
         "clients": args.clients,
         "seconds": args.seconds,
         "requests": sum(seen.values()),
