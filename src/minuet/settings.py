@@ -353,7 +353,7 @@ SETTINGS: tuple[Setting, ...] = (
         ("--num-speculative-tokens",),
         parse_count,
         0,
-        "0 to 7",
+        "a count; each backend states how many query tokens it covers",
         "drafts verified per request and step; a decode step then has this many + 1 query tokens",
         "scheduler",
     ),

@@ -137,4 +137,11 @@ def test_narrow_lanes_give_finite_answers_equal_for_hit_and_miss(folder, prompts
     narrow = engine(folder, kv_cache_pages=64, kv_cache_dtype=kv, index_kv_cache_dtype=index)
     first = answer(narrow, [prompts[-1]], max_tokens=9)
     assert answer(narrow, [prompts[-1]], max_tokens=9) == first
-    assert str(narrow.plan.config.index_kv_cache_dtype) != kv or index == kv
+    stored = {
+        lane.name.value: lane.dtype
+        for layout in narrow.plan.layouts.values()
+        for lane in layout.lanes.values()
+    }
+    assert stored["k"] is stored["v"] is narrow.plan.config.kv_cache_dtype
+    assert stored["index_k"] is narrow.plan.config.index_kv_cache_dtype
+    assert ("k_scale" in stored) == kv.startswith("fp8")

@@ -87,7 +87,6 @@ def test_ranks_divide_every_split_weight():
 WRONG = {  # setting: (value, the value the remedy names)
     "block_size": (64, "128"),
     "tensor_parallel_size": (3, "2"),
-    "num_speculative_tokens": (8, "7"),
     "max_model_len": (2**20 + 1, str(2**20)),
     "max_num_batched_tokens": (100, "256"),
     "cudagraph_capture_sizes": ("1,2,512", "1,2,256"),

@@ -17,9 +17,6 @@ from minuet.planning.shapes import default_rungs
 from minuet.platform.arch import Arch
 from minuet.settings import AUTO, BY_NAME
 
-MAX_SPECULATIVE_TOKENS = (
-    7  # 8 query tokens per request: what `config.py` promises and kernels tile for
-)
 CACHE_DTYPES = ("kv_cache_dtype", "index_kv_cache_dtype")  # `auto` follows the compute type
 ASKED = frozenset({Source.FLAG, Source.FILE, Source.ENV})  # a person said so
 _CPU_KV_BYTES = 2**30  # a CPU has no memory of its own to fill; 1 GiB serves tests and demos
@@ -175,17 +172,8 @@ class _Settling:
 
     def steps(self) -> None:
         """Requests and tokens of a step, and the rungs."""
+        # how many drafts a kernel verifies is its own limit, and refused by it
         drafts, seqs = self.values["num_speculative_tokens"], self.values["max_num_seqs"]
-        if not 0 <= drafts <= MAX_SPECULATIVE_TOKENS:
-            self.refusals.append(
-                refusal(
-                    "num_speculative_tokens",
-                    drafts,
-                    f"0 to {MAX_SPECULATIVE_TOKENS}",
-                    MAX_SPECULATIVE_TOKENS,
-                )
-            )
-            drafts = MAX_SPECULATIVE_TOKENS
         tokens, page = self.values["max_num_batched_tokens"], self.values["block_size"]
         query_len = drafts + 1
         needed = max(page, seqs * query_len)
