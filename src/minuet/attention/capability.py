@@ -117,6 +117,16 @@ class WorkspaceSpec:
         """Whether both are alive during some operation."""
         return _STAGE[self.first] <= _STAGE[other.last] and _STAGE[other.first] <= _STAGE[self.last]
 
+    def covering(self, other: "WorkspaceSpec") -> "WorkspaceSpec":
+        """The slice that serves as both: the larger size, alive whenever one of them is."""
+        return WorkspaceSpec(
+            self.name,
+            max(self.bytes, other.bytes),
+            self.zeroed or other.zeroed,
+            first=min(self.first, other.first, key=_STAGE.__getitem__),
+            last=max(self.last, other.last, key=_STAGE.__getitem__),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:

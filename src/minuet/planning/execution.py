@@ -67,7 +67,7 @@ class ExecutionPlan:
         layouts: cache layout per layer kind.
         choices: kernel per call.
         steps: one per shape, in the order of ``shapes.all``.
-        workspace: places of the slices; keys are ``(layer kind, shape)``.
+        workspace: places of the slices; keys are shapes.
         memory: the account.
     """
 
@@ -295,7 +295,7 @@ def settle_or_refuse(
 def _step(settled: Settled, shape: StepShape, arch: Arch) -> StepPlan:
     mine = {kind: settled.scratch.demands[kind, shape] for kind in settled.layouts}
     places = settled.scratch.layout.slices
-    ends = (place.end for kind in mine for place in places[kind, shape].values())
+    ends = (place.end for place in places[shape].values())
     captured = arch.is_gpu and not settled.config.enforce_eager
     return StepPlan(
         shape=shape,

@@ -286,7 +286,7 @@ class Scratch:
 
     Attributes:
         demands: what each layer kind needs in each step shape.
-        layout: where the slices lie; the same keys.
+        layout: where the slices lie, by shape: one place per name, whatever the layer kind.
         refusals: why the largest steps do not fit the kernels.
     """
 
@@ -315,8 +315,20 @@ def scratch(kernels: Kernels, shapes: ShapeSet, limits: Limits) -> Scratch:
         if (shape.phase, shape.query_len) == (phase, query_len)
     }
     refusals = _unique(r for needed in demands.values() for r in needed.refusals)
-    layout = lay_out({key: needed.specs for key, needed in demands.items()})
+    layout = lay_out({shape: _of_all_kinds(demands, shape) for shape in shapes.all})
     return Scratch(demands, layout, refusals)
+
+
+def _of_all_kinds(
+    demands: Mapping[tuple[LayerKind, StepShape], Demand], shape: StepShape
+) -> tuple[WorkspaceSpec, ...]:
+    """One slice per name that serves every layer kind: a step's kernels are given names only."""
+    merged: dict[str, WorkspaceSpec] = {}
+    for (_, of), needed in demands.items():
+        for spec in needed.specs if of == shape else ():
+            known = merged.get(spec.name)
+            merged[spec.name] = spec if known is None else known.covering(spec)
+    return tuple(merged.values())
 
 
 @lru_cache(maxsize=65536)
