@@ -19,7 +19,7 @@ from minuet.engine.pages import PagePool
 from minuet.engine.prefix import PrefixCache, lane_salt
 from minuet.engine.process import Served
 from minuet.engine.scheduler import Scheduler
-from minuet.engine.types import NOT_FINITE, Sampled, TokenLogprobs
+from minuet.engine.types import NOT_FINITE, Answered, Sampled, TokenLogprobs
 from minuet.models.tokenizer import Tokenizer
 
 FACTORY = "tests.server.scripted:prepare"
@@ -55,10 +55,12 @@ class Script:
 
 
 class Executor:
+    depth = 0
+
     def __init__(self, tokenizer, eos):
         self.tokenizer, self.eos, self.scripts = tokenizer, eos, {}
 
-    def execute(self, step):
+    def submit(self, step):
         results = [self._one(share) for share in step.scheduled]
         delays = (self._script(share.request).delay_s for share in step.scheduled)
         if delay := max(delays, default=0.0):
@@ -66,7 +68,7 @@ class Executor:
         live = {share.request.arrival for share in step.scheduled}
         if len(self.scripts) > 4096:
             self.scripts = {k: v for k, v in self.scripts.items() if k in live}
-        return results
+        return Answered(results)
 
     def _script(self, request):
         if request.arrival not in self.scripts:

@@ -14,6 +14,7 @@ from minuet.engine.detok import Detokenizer, TextStream
 from minuet.engine.scheduler import Scheduler
 from minuet.engine.types import (
     NOT_FINITE,
+    Executor,
     FinishReason,
     GrammarState,
     Request,
@@ -23,14 +24,6 @@ from minuet.engine.types import (
     TokenLogprobs,
 )
 from minuet.errors import RequestError
-
-
-class Executor(Protocol):
-    """Carries steps out: a runner, or a fake in tests."""
-
-    def execute(self, step: Step) -> Sequence[Sampled]:
-        """One entry per scheduled request."""
-        ...
 
 
 class TextCodec(Protocol):
@@ -226,7 +219,7 @@ class Core:
             if live is not None and live.output.scheduled_s is None:
                 live.output.scheduled_s = now
         try:
-            sampled = self._executor.execute(step)
+            sampled = self._executor.submit(step).results()
         except Exception as problem:
             failed = f"the step failed: {type(problem).__name__}: {problem}"
             self.scheduler.commit(step, [Sampled(None, error=failed)] * len(step.scheduled))

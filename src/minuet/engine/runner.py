@@ -9,7 +9,7 @@ from torch import Tensor
 from minuet.attention.batch import AttentionBatch
 from minuet.engine import sampler
 from minuet.engine.batch import StepBatch, build
-from minuet.engine.types import Sampled, ScheduledRequest, Step, TokenLogprobs
+from minuet.engine.types import Answered, Sampled, ScheduledRequest, Step, TokenLogprobs
 from minuet.kv.cache import KVCache
 
 # T query tokens of the step, R rows that sample, W hidden width, V vocabulary
@@ -34,12 +34,21 @@ class Runner:
         model: weights and kernels.
         cache: the pool; written.
         seed: of requests that bring none.
+
+    Attributes:
+        depth: steps it takes beyond the one that runs.
     """
+
+    depth = 0
 
     def __init__(self, model: Model, cache: KVCache, seed: int = 0):
         self._model, self.cache, self._seed = model, cache, seed
         self._page_size = cache.layers[0].layout.page_size
         self._device = cache.layers[0].k.device
+
+    def submit(self, step: Step) -> Answered:
+        """Run a step; its results are there on return."""
+        return Answered(self.execute(step))
 
     @torch.inference_mode()
     def execute(self, step: Step) -> list[Sampled]:

@@ -199,12 +199,24 @@ class ScheduledRequest:
         num_tokens: tokens computed, ``start .. start + num_tokens - 1``.
         samples: whether this step reaches the request's last known token and draws a new one;
             drafts are verified in the rows after that token.
+        follows: set when its single token is not known yet, as the step before has still to draw
+            it: the index, in that step's ``scheduled``, of the share that does.
     """
 
     request: Request
     start: int
     num_tokens: int
     samples: bool
+    follows: int | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens before the one that follows the last known token, by position.
+
+        One more than the request has when that token is still to be drawn by the step before.
+        """
+        known = self.start + self.num_tokens - len(self.request.draft_token_ids)
+        return known - len(self.request.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,3 +260,61 @@ class Sampled:
     error: str = ""
     num_accepted: int = 0
     accepted_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+
+class Pending(Protocol):
+    """A step that an executor took; what it draws, sooner or later."""
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`results` would return, or raise, at once."""
+        ...
+
+    def results(self) -> Sequence[Sampled]:
+        """One entry per scheduled request; waits until the device has drawn them.
+
+        Raises:
+            Exception: the step failed; none of its results count.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A step whose results were there when it was submitted.
+
+    Attributes:
+        sampled: one entry per scheduled request.
+    """
+
+    sampled: Sequence[Sampled]
+
+    @property
+    def done(self) -> bool:
+        """Always."""
+        return True
+
+    def results(self) -> Sequence[Sampled]:
+        """One entry per scheduled request."""
+        return self.sampled
+
+
+class Executor(Protocol):
+    """Carries steps out in the order they were submitted: a runner, or a fake in tests."""
+
+    @property
+    def depth(self) -> int:
+        """Steps it takes beyond the one that runs.
+
+        0: results are there when :meth:`submit` returns. 1: the device runs one step while the
+        host prepares and submits the next.
+        """
+        ...
+
+    def submit(self, step: Step) -> Pending:
+        """Start a step. Whatever it needs of the requests it reads before it returns.
+
+        The step before may have no results yet: a share that ``follows`` one of it takes its input
+        token from there, on the device.
+        """
+        ...
