@@ -15,7 +15,7 @@ from typing import Any
 
 from minuet.attention.contract import LayerKind, Op
 from minuet.attention.dispatch import Choice
-from minuet.attention.runtime import load
+from minuet.attention.runtime import StepKernels, load
 from minuet.config import Options
 from minuet.engine.core import Core, Limits
 from minuet.engine.pages import PagePool
@@ -57,12 +57,19 @@ class Engine:
     timings_s: dict[str, float]
 
 
-def start(options: Options, announce: Callable[[str], None] = log.info) -> Engine:
+def start(
+    options: Options,
+    announce: Callable[[str], None] = log.info,
+    *,
+    watch: Callable[[StepKernels], StepKernels] | None = None,
+) -> Engine:
     """Prepare an engine.
 
     Args:
         options: what was asked for.
         announce: receives the plan's summary, line by line, before weights are read.
+        watch: receives the chosen kernels and returns what the model calls instead; for audits
+            that look at what the kernels are called with.
 
     Raises:
         RefusedError: the configuration cannot be served; nothing was loaded.
@@ -89,7 +96,8 @@ def start(options: Options, announce: Callable[[str], None] = log.info) -> Engin
         )
     clock.lap("reserve")
     model_class = importlib.import_module(source.package + ".model").Model
-    model = model_class(source.spec, weights, load(_one_kernel_each(plan)))
+    kernels = load(_one_kernel_each(plan))
+    model = model_class(source.spec, weights, watch(kernels) if watch else kernels)
     tokenizer = _tokenizer(source.folder)
     core = Core(
         _scheduler(plan, source),
