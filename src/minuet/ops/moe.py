@@ -1,12 +1,43 @@
 """Routing and the routed experts."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minuet.ops.activation import swiglu_oai
 
-# T tokens, E experts, k experts per token, H hidden, I expert width
+# T tokens, E experts, k experts per token, H hidden, I expert width, S shared width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Experts:
+    """A routed FFN with a shared expert: ``routed_scale * sum of the chosen + shared``.
+
+    Attributes:
+        router: [E, H] float32.
+        bias: [E] float32.
+        gate_up: [E, 2 * I, H], gate rows first.
+        down: [E, H, I].
+        shared_gate_up: [2 * S, H], gate rows first; every token visits it, with share 1.
+        shared_down: [H, S].
+        top_k: experts per token.
+        routed_scale: multiplies the shares of the chosen.
+        alpha: see :func:`minuet.ops.activation.swiglu_oai`.
+        limit: the same.
+    """
+
+    router: Tensor
+    bias: Tensor
+    gate_up: Tensor
+    down: Tensor
+    shared_gate_up: Tensor
+    shared_down: Tensor
+    top_k: int
+    routed_scale: float
+    alpha: float
+    limit: float
 
 
 def route(hidden: Tensor, router: Tensor, bias: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

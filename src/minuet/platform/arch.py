@@ -39,6 +39,7 @@ class Arch:
         memory_source: where that figure is from.
         bf16_flops_per_s: dense BF16 matrix throughput; None where no claim is made.
         flops_source: where that figure is from.
+        ops: the table of operations outside attention (``ops/table.py``).
     """
 
     name: str
@@ -54,6 +55,7 @@ class Arch:
     memory_source: str
     bf16_flops_per_s: int | None
     flops_source: str
+    ops: str = "triton"
 
     @property
     def is_gpu(self) -> bool:
@@ -76,6 +78,7 @@ _ROWS = (
         memory_source="the host's",
         bf16_flops_per_s=None,
         flops_source="none",
+        ops="reference",
     ),
     Arch(
         name="sm80",

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from minuet.attention.contract import LayerKind
@@ -12,6 +11,7 @@ from minuet.kv.cache import LayerCache
 from minuet.kv.write import HeadNorms
 from minuet.models.m3.spec import M3Spec
 from minuet.models.m3.weights import LayerWeights
+from minuet.ops.table import Ops
 
 # T tokens, W hidden width
 
@@ -24,9 +24,18 @@ class Attention:
         kind: of this layer.
         weights: of this layer.
         kernels: chosen at start-up for this layer kind.
+        ops: chosen at start-up.
     """
 
-    def __init__(self, spec: M3Spec, kind: LayerKind, weights: LayerWeights, kernels: LayerKernels):
+    def __init__(
+        self,
+        spec: M3Spec,
+        kind: LayerKind,
+        weights: LayerWeights,
+        kernels: LayerKernels,
+        ops: Ops,
+    ):
+        self._linear = ops.linear
         self._qkv, self._o = weights.qkv, weights.o
         self._norms = HeadNorms(
             q=weights.q_norm,
@@ -63,11 +72,11 @@ class Attention:
         Returns:
             [T, W], before the residual is added.
         """
-        packed = F.linear(hidden_TW, self._qkv)
+        packed = self._linear(hidden_TW, self._qkv)
         q, index_q = self._kernels.write(cache, packed, slots, cos, sin, self._norms)
         blocks = None
         if self._selection is not None:
             assert self._kernels.select is not None
             blocks = self._kernels.select(index_q, cache, plan, self._selection)
         out = self._kernels.attend(q, cache, plan, blocks, self._scale)
-        return F.linear(out.flatten(1), self._o)
+        return self._linear(out.flatten(1), self._o)
