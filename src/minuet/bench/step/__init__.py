@@ -1,0 +1,1 @@
+"""One prepared step, measured."""
