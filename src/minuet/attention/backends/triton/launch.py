@@ -29,6 +29,7 @@ from minuet.errors import ContractError
 from minuet.kv.cache import LayerCache
 from minuet.kv.layout import LaneName
 from minuet.kv.write import HeadNorms
+from minuet.platform.triton import Launch, arch_name
 
 # T query tokens, S sequences, H query heads, K KV heads, D head dim, I index dim
 
@@ -38,27 +39,6 @@ _WIDE = 32  # query vectors from which ``config.Target.wide`` applies
 _LOG2_E = 1.4426950408889634
 _OPERANDS = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
 _OPERAND_OF = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launch:
-    """One kernel launch, not yet made. Compile tests read it, everything else calls it.
-
-    Attributes:
-        kernel: the jitted function.
-        grid: programs.
-        args: every parameter of the kernel by name.
-        options: compiler options.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: Mapping[str, Any]
-    options: Mapping[str, Any]
-
-    def __call__(self) -> None:
-        """Launch."""
-        self.kernel[self.grid](**self.args, **self.options)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,17 +57,6 @@ class Scores:
 def target_of(device: torch.device) -> Target:
     """Launch numbers of a device; Triton's interpreter stands for the CPU."""
     return TARGETS[arch_name(device)]
-
-
-def arch_name(device: torch.device) -> str:
-    """The row of ``config.TARGETS`` for a device."""
-    if device.type == "cpu":
-        return "cpu"
-    properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return str(properties.gcnArchName).partition(":")[0]
-    exact = f"sm{properties.major}{properties.minor}"
-    return exact if exact in TARGETS else f"sm{properties.major}0"
 
 
 # --- planning ------------------------------------------------------------------------------------

@@ -7,12 +7,11 @@ from minuet.attention.backends.triton.kernels.choose import choose_blocks
 from minuet.attention.backends.triton.kernels.common import (
     LOWEST,
     attend_tile,
-    let_next_start,
     load_queries,
     store_output,
     store_partial,
-    wait_for_previous,
 )
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
 # M query vectors of a work item (query tokens x group, padded), C channels per operand (half of D
 # with PAIRS), TILE tokens. Offsets of pages are 64-bit: a pool can hold more than 2**31 elements.

@@ -4,11 +4,10 @@ import triton
 import triton.language as tl
 
 from minuet.attention.backends.triton.kernels.common import (
-    let_next_start,
     load_keys,
     load_queries,
-    wait_for_previous,
 )
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
 _FORCED = tl.constexpr(0x7FFFFFFF)
 _NOT_A_NUMBER = tl.constexpr(-0x7FFFFFFF)

@@ -1,8 +1,7 @@
-"""Pieces that several kernels share: FP8 conversion, one tile of attention, order of launches."""
+"""Pieces that several kernels share: FP8 conversion, one tile of attention."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # A running maximum starts here and not at -inf: -inf minus -inf is NaN, this minus this is 0.
 LOWEST = tl.constexpr(-1.0e30)
@@ -10,20 +9,6 @@ LOWEST = tl.constexpr(-1.0e30)
 SHIFT = tl.constexpr(12.0)
 # Smallest value scale that is told apart; its logarithm and its inverse are finite in FP32.
 SMALLEST_SCALE = tl.constexpr(1.0e-30)
-
-
-@triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    """Until the kernels before are done. Every program calls it: that makes order transitive."""
-    if PDL:
-        gdc_wait()
-
-
-@triton.jit
-def let_next_start(PDL: tl.constexpr):
-    """Allow the next kernel's prologue. Late: it takes the places of ours (docs/kernels.md)."""
-    if PDL:
-        gdc_launch_dependents()
 
 
 @triton.jit

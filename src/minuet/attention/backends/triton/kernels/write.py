@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from minuet.attention.backends.triton.kernels.common import let_next_start, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
 
 @triton.jit

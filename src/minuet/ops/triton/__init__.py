@@ -1,0 +1,1 @@
+"""The operations in Triton; see ``docs/kernels.md``."""
