@@ -272,6 +272,15 @@ def test_prefill_operations_are_those_of_its_rows_one_by_one(tokens, before):
     assert step.part("index keys").flops == sum(seen) * 2 * facts.index.heads * facts.index.dim
 
 
+def test_prompts_of_several_requests_share_weights_and_nothing_else():
+    one = prefill(preset(), stored(ranks=4), tokens=512, context_before=4096)
+    three = prefill(preset(), stored(ranks=4), tokens=512, context_before=4096, requests=3)
+    for name in ("kv dense", "kv sparse", "index keys"):
+        assert three.part(name).bytes == 3 * one.part(name).bytes
+    assert three.part("attention_qo").bytes == one.part("attention_qo").bytes
+    assert three.flops == pytest.approx(3 * one.flops)
+
+
 @given(st.integers(1, 64), st.integers(1, 9000), st.integers(1, 8))
 def test_verification_reads_each_token_at_most_once(batch, context, query_len):
     context = max(context, query_len)

@@ -89,12 +89,7 @@ class _Bandwidth:
     def __init__(self, engine: Engine):
         self._core, plan = engine.core, engine.plan
         self._facts = plan.facts
-        self._storage = roofline.Storage(
-            kv_dtype=plan.config.kv_cache_dtype,
-            index_dtype=plan.config.index_kv_cache_dtype,
-            weights=plan.config.dtype.value,
-            ranks=plan.config.tensor_parallel_size,
-        )
+        self._storage = roofline.storage_of(plan.config)
         self._bytes: dict[tuple[int, int], float] = {}
         self._value = 0.0
 

@@ -91,6 +91,7 @@ def _model(facts: ModelFacts) -> Json:
         "architecture": facts.architecture,
         "params": facts.params,
         "layers": {kind.value: facts.count(kind) for kind in LayerKind if facts.count(kind)},
+        "vocab": facts.vocab,
         "max_positions": facts.max_positions,
     }
 
@@ -199,13 +200,7 @@ def _memory(plan: ExecutionPlan) -> Json:
 
 
 def _roofline(plan: ExecutionPlan, batch: int, context: int, query_len: int) -> Json:
-    config = plan.config
-    storage = roofline.Storage(
-        kv_dtype=config.kv_cache_dtype,
-        index_dtype=config.index_kv_cache_dtype,
-        weights=config.dtype.value,
-        ranks=config.tensor_parallel_size,
-    )
+    storage = roofline.storage_of(plan.config)
     step = roofline.decode(plan.facts, storage, batch=batch, context=context, query_len=query_len)
     limit = step.limit(plan.arch)
     return {

@@ -19,6 +19,7 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from minuet.attention.contract import LayerKind
+from minuet.config import Config
 from minuet.dtypes import DType
 from minuet.errors import ContractError
 from minuet.kv.layout import KVLayout, LaneName
@@ -84,6 +85,16 @@ class Storage:
         """Bytes per weight of a group."""
         always = group.dtype if group.dtype != "compute" else self.weights
         return WEIGHT_BYTES[self.overrides.get(group.name, always)]
+
+
+def storage_of(config: Config) -> Storage:
+    """How a settled configuration stores what its steps read."""
+    return Storage(
+        kv_dtype=config.kv_cache_dtype,
+        index_dtype=config.index_kv_cache_dtype,
+        weights=config.dtype.value,
+        ranks=config.tensor_parallel_size,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,28 +234,38 @@ def prefill(
     *,
     tokens: int,
     context_before: int = 0,
+    requests: int = 1,
     distinct_experts: float | None = None,
 ) -> Roofline:
-    """A step that reads ``tokens`` prompt tokens of one request behind ``context_before`` others.
+    """A step that reads ``tokens`` prompt tokens of each request, behind ``context_before`` others.
 
     The KV bytes are those of an engine that reads each token once however many queries attend to
-    it; one logit row is computed.
+    it; one logit row is computed per request.
+
+    Args:
+        facts: the model.
+        storage: formats and ranks.
+        tokens: prompt tokens of each request in the step.
+        context_before: tokens of each that are in the cache already.
+        requests: requests in the step, none of which share a context.
+        distinct_experts: experts read per layer as measured; None expects uniform routing.
 
     Raises:
-        ContractError: a non-positive number of tokens, or a negative context.
+        ContractError: a non-positive number of tokens or requests, or a negative context.
     """
-    _check(tokens=tokens, context_before=context_before + 1)
-    experts = _distinct(facts, tokens, distinct_experts)
-    context = context_before + tokens
-    reads = _Visits(facts, contexts=context, rows=tokens)
-    reads.add_rows(range(context_before + 1, context + 1), 1)
-    reads.sparse_read = min(context, tokens * _selected(facts, context))
+    _check(tokens=tokens, requests=requests, context_before=context_before + 1)
+    rows, context = requests * tokens, context_before + tokens
+    experts = _distinct(facts, rows, distinct_experts)
+    reads = _Visits(facts, contexts=requests * context, rows=rows)
+    reads.add_rows(range(context_before + 1, context + 1), requests)
+    reads.sparse_read = requests * min(context, tokens * _selected(facts, context))
+    several = f"{requests} x " if requests > 1 else ""
     return _build(
-        f"prefill, {tokens} tokens behind {context_before}",
+        f"prefill, {several}{tokens} tokens behind {context_before}",
         facts,
         storage,
         reads,
-        head_rows=1,
+        head_rows=requests,
         experts=experts,
     )
 
