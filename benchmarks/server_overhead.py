@@ -21,9 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from benchmarks.header import header  # noqa: E402
 from tests.server.conftest import running  # noqa: E402
 
+from minuet.bench.record import header  # noqa: E402
 from minuet.models.m3.export import make_checkpoint  # noqa: E402
 
 _TICKS = os.sysconf("SC_CLK_TCK")

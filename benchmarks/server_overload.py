@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
 import httpx  # noqa: E402
-from benchmarks.header import header  # noqa: E402
 from tests.server.conftest import running  # noqa: E402
 
+from minuet.bench.record import header  # noqa: E402
 from minuet.models.m3.export import make_checkpoint  # noqa: E402
 
 _ABORTED = "left by the client"
