@@ -12,6 +12,37 @@ from minuet.attention.contract import LayerKind, Op
 from minuet.attention.dispatch import Choice
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSizes:
+    """Sizes of a prepared step: all that its planner is made from.
+
+    Attributes:
+        page_size: tokens per page.
+        num_kv_heads: KV heads of this rank.
+        group: query heads per KV head.
+        max_seqs: sequences of the padded batch.
+        max_tokens: query tokens of the padded batch.
+        max_length: longest context in tokens.
+        query_len: query tokens of every sequence of a decode step; 0 for ragged (prefill) steps.
+        compute_units: of the device.
+        score_bytes: budget of the block-score buffer.
+        kv_fp8: K and V are FP8.
+        batch_invariant: divide work by a request's own length only.
+    """
+
+    page_size: int
+    num_kv_heads: int
+    group: int
+    max_seqs: int
+    max_tokens: int
+    max_length: int
+    query_len: int
+    compute_units: int
+    score_bytes: int
+    kv_fp8: bool
+    batch_invariant: bool
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKernels:
     """Launchers of one layer kind. Signatures are those of ``attention/backends/cpu/launch.py``.
@@ -34,14 +65,14 @@ class StepKernels:
     Attributes:
         plan: ``plan(batch, page_size)``, once per step; its result goes to every layer's calls.
         layers: by layer kind.
-        planner: ``planner(shape, device, scratch)`` makes what plans a prepared step shape in
-            place, for graphs and without allocating; its ``plan`` is used as ``plan`` is. None
-            where planning keeps nothing on a device.
+        prepare: ``prepare(sizes, device, scratch)`` makes what plans one prepared step in place,
+            for graphs and without allocating; its ``plan`` is used as ``plan`` is. None where the
+            backend has no such form.
     """
 
     plan: Callable[[AttentionBatch, int], Any]
     layers: Mapping[LayerKind, LayerKernels]
-    planner: Callable[..., Any] | None = None
+    prepare: Callable[..., Any] | None = None
 
 
 def load(choices: Mapping[tuple[LayerKind, Op], Choice]) -> StepKernels:
@@ -67,4 +98,4 @@ def load(choices: Mapping[tuple[LayerKind, Op], Choice]) -> StepKernels:
         for kind in dict.fromkeys(kind for kind, _ in choices)
     }
     launch = importlib.import_module(module)
-    return StepKernels(plan=launch.plan, layers=layers, planner=getattr(launch, "planner", None))
+    return StepKernels(plan=launch.plan, layers=layers, prepare=getattr(launch, "prepare", None))

@@ -9,7 +9,7 @@ scores exceed their budget, gets lists. :func:`block_lists` turns either into li
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from minuet.attention.backends.triton.spec import MAX_QUERY_LEN, SPLIT
 from minuet.attention.backends.triton.step import Plan, Planner, StepShape
 from minuet.attention.batch import AttentionBatch
 from minuet.attention.reference import Selection
+from minuet.attention.runtime import PreparedSizes
 from minuet.errors import ContractError
 from minuet.kv.cache import LayerCache
 from minuet.kv.layout import LaneName
@@ -60,6 +61,13 @@ def target_of(device: torch.device) -> Target:
 
 
 # --- planning ------------------------------------------------------------------------------------
+
+
+def prepare(
+    sizes: PreparedSizes, device: torch.device, scratch: Mapping[str, Tensor] | None = None
+) -> Planner:
+    """As :func:`planner`, for an engine, which knows no backend's own types."""
+    return planner(StepShape(**asdict(sizes)), device, scratch)
 
 
 def planner(
@@ -357,7 +365,8 @@ def attend(
     Returns:
         [T, H, D] in the type of ``q``.
     """
-    out = torch.empty_like(q)
+    # a ragged step may be padded with tokens of no sequence: zeros, as for one of length 0
+    out = torch.empty_like(q) if plan.is_decode else torch.zeros_like(q)
     if not q.shape[0]:
         return out
     for launch in attend_launches(q, out, cache, plan, blocks, scale):
