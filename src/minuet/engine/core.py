@@ -1,10 +1,15 @@
 """The loop: requests in, steps out, tokens back.
 
+An executor with a ``depth`` of 1 has the next step before the results of the one that runs are
+known: what the host does then - take results in, text, messages, the next step - costs the device
+no time. See the scheduler for what can go ahead, and what is run in sequence.
+
 Whatever goes wrong with one request ends that request and nothing else.
 """
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -17,13 +22,14 @@ from minuet.engine.types import (
     Executor,
     FinishReason,
     GrammarState,
+    Pending,
     Request,
     Sampled,
     SamplingParams,
     Step,
     TokenLogprobs,
 )
-from minuet.errors import RequestError
+from minuet.errors import ContractError, RequestError
 
 
 class TextCodec(Protocol):
@@ -101,6 +107,13 @@ class _Live:
     hidden_ids: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    step: Step
+    pending: Pending
+    submitted_s: float
+
+
 class Core:
     """One engine.
 
@@ -114,7 +127,11 @@ class Core:
         num_nonfinite: requests ended because their logits were not finite.
         last_step_tokens: query tokens of the last step.
         last_decode: (requests, their tokens in the cache, seconds) of the last step that only
-            decoded; zeros before the first.
+            decoded; zeros before the first. The seconds are those from the results of the step
+            before, or from its own submission where that was later.
+
+    Raises:
+        ContractError: an executor that takes more than one step beyond the one that runs.
     """
 
     def __init__(
@@ -130,7 +147,11 @@ class Core:
             limits,
             codec,
         )
+        if executor.depth not in (0, 1):
+            raise ContractError("one step may be ahead", got=executor.depth, expected="0 or 1")
         self._live: dict[str, _Live] = {}
+        self._under_way: deque[_UnderWay] = deque()
+        self._results_s = 0.0
         self._arrivals = count()
         self.num_nonfinite = self.last_step_tokens = 0
         self.last_decode = (0, 0, 0.0)
@@ -205,47 +226,78 @@ class Core:
             self._close(live, FinishReason.ABORT)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs that changed, in scheduling order.
+        """Take one step in; returns the outputs that changed, in scheduling order.
+
+        The steps after it are started before that, as far as the executor and the scheduler allow.
 
         A failure of the step itself (out of memory, a bug) ends the requests of the step with an
         error and leaves the engine able to go on; the exception is raised again for the caller.
         """
-        step = self.scheduler.schedule()
-        if step is None:
+        self._submit()
+        if not self._under_way:
             return []
-        now = time.perf_counter()
-        for share in step.scheduled:
-            live = self._find(share.request)
-            if live is not None and live.output.scheduled_s is None:
-                live.output.scheduled_s = now
+        under_way = self._under_way[0]
         try:
-            sampled = self._executor.submit(step).results()
+            sampled = under_way.pending.results()
         except Exception as problem:
-            failed = f"the step failed: {type(problem).__name__}: {problem}"
-            self.scheduler.commit(step, [Sampled(None, error=failed)] * len(step.scheduled))
-            for share in step.scheduled:
-                self._settle(share.request)
+            self._under_way.popleft()
+            self._fail_step(under_way.step, problem)
             raise
-        self._note(step, time.perf_counter() - now)
-        sampled = [_checked(result) for result in sampled]
-        self.num_nonfinite += sum(result.error == NOT_FINITE for result in sampled)
-        self.scheduler.commit(step, sampled)
+        self._under_way.popleft()
+        self._note(under_way)
+        return self._take(under_way.step, sampled)
+
+    def _submit(self) -> None:
+        """Start what can be started."""
+        while len(self._under_way) <= self._executor.depth:
+            ahead = bool(self._under_way)
+            step = self.scheduler.schedule_ahead() if ahead else self.scheduler.schedule()
+            if step is None:
+                return
+            now = time.perf_counter()
+            for share in step.scheduled[step.num_decodes :]:
+                live = self._find(share.request)
+                if live is not None and live.output.scheduled_s is None:
+                    live.output.scheduled_s = now
+            try:
+                pending = self._executor.submit(step)
+            except Exception as problem:  # noqa: BLE001 - raised when its turn comes
+                pending = _Failed(problem)
+            self._under_way.append(_UnderWay(step, pending, now))
+
+    def _take(self, step: Step, sampled: Sequence[Sampled]) -> list[RequestOutput]:
+        """Commit a step and report what it brought."""
+        checked = [_checked(result) if result.prompt_logprobs else result for result in sampled]
+        self.scheduler.commit(step, checked)
         changed = []
-        for share, result in zip(step.scheduled, sampled, strict=True):
+        for share, result in zip(step.scheduled, checked, strict=True):
+            self.num_nonfinite += result.error == NOT_FINITE
             live = self._find(share.request)
             if live is None:
-                continue  # aborted while the step ran
+                continue  # ended while the step ran, or before it did
             self._report(live, share.start, result)
-            self._settle(share.request)
-            if result.token_id is not None or live.output.finish_reason is not None:
+            if share.request.finish_reason is not None:
+                self._settle(live)
+                changed.append(live.output)
+            elif result.token_id is not None:
                 changed.append(live.output)
         return changed
 
-    def _note(self, step: Step, seconds: float) -> None:
+    def _fail_step(self, step: Step, problem: Exception) -> None:
+        failed = f"the step failed: {type(problem).__name__}: {problem}"
+        self.scheduler.commit(step, [Sampled(None, error=failed)] * len(step.scheduled))
+        for share in step.scheduled:
+            live = self._find(share.request)
+            if live is not None:
+                self._settle(live)
+
+    def _note(self, under_way: _UnderWay) -> None:
+        step, now = under_way.step, time.perf_counter()
+        began, self._results_s = max(under_way.submitted_s, self._results_s), now
         self.last_step_tokens = step.num_tokens
         if step.num_decodes == len(step.scheduled):
             tokens = sum(share.start + share.num_tokens for share in step.scheduled)
-            self.last_decode = (step.num_decodes, tokens, seconds)
+            self.last_decode = (step.num_decodes, tokens, now - began)
 
     # --- one request -----------------------------------------------------------------------------
 
@@ -303,12 +355,12 @@ class Core:
         live = self._live.get(request.request_id)
         return live if live is not None and live.request is request else None
 
-    def _settle(self, request: Request) -> None:
+    def _settle(self, live: _Live) -> None:
         """Close the output of a request that has ended."""
-        live = self._find(request)
-        if request.finish_reason is not None and live is not None:
-            del self._live[request.request_id]
-            self._close(live, request.finish_reason)
+        reason = live.request.finish_reason
+        assert reason is not None
+        del self._live[live.request.request_id]
+        self._close(live, reason)
 
     def _close(self, live: _Live, reason: FinishReason) -> None:
         output = live.output
@@ -365,6 +417,19 @@ class Core:
 def _outside(ids: Iterable[object], vocab: int) -> list[object]:
     # ids come from JSON as well: `1.0` and `true` are no token ids
     return [i for i in ids if type(i) is not int or not 0 <= i < vocab]
+
+
+class _Failed:
+    """A step that could not even be submitted."""
+
+    done = True
+
+    def __init__(self, problem: Exception):
+        self._problem = problem
+
+    def results(self) -> Sequence[Sampled]:
+        """Say so."""
+        raise self._problem
 
 
 def _checked(result: Sampled) -> Sampled:

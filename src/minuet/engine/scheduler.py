@@ -4,7 +4,16 @@ The core loop, in full::
 
     while scheduler.has_work:
         step = scheduler.schedule()
-        finished = scheduler.commit(step, runner.execute(step))
+        finished = scheduler.commit(step, executor.submit(step).results())
+
+and with an executor that takes one step beyond the one it runs, so that the device need not wait::
+
+    step, pending = scheduler.schedule(), executor.submit(step)
+    while scheduler.has_work:
+        ahead = scheduler.schedule_ahead()
+        ...  # submit it; or, if it is None, schedule and submit after the commit
+        finished = scheduler.commit(step, pending.results())
+        step = ahead
 
 **Order.** Requests are served first come, first served. The running ones are always the earliest of
 the live ones: only the head of the queue is admitted, only the latest running one is preempted, and
@@ -24,31 +33,34 @@ and are most likely found again.
 
 **Ending.** A request is reported as ended exactly once: by ``commit``, or by the ``finish`` or
 ``abort`` that ended it. Its pages are released at once, unless it is part of a step that is under
-way: the step writes to them, so then they are released by ``commit``, which ignores what it drew.
+way: the step reads and writes them, so then they are released by the ``commit`` of the last such
+step, which ignores what was drawn for it. What a failed request published is withdrawn at once.
 
-One step is under way at a time, and one thread calls.
+**Ahead.** One step may be put together while another is under way, as it will be once that one is
+committed: every request that draws there gets one token, known to the device alone
+(``ScheduledRequest.follows``). Who reaches the length limit with it is left out. Who turns out to
+have ended otherwise is in the step ahead for nothing. The step under way is committed first, and
+the two run in sequence, when
+
+- a request that draws in it has penalties or a grammar: its next draw needs the token on the host.
+  (The minimum length does not: it goes by position.)
+- the engine speculates: drafts are proposed between ``commit`` and ``schedule``;
+- the pages do not suffice: nobody is preempted whose pages a step under way uses.
+
+The rules of order and admission hold for both kinds of step: each is chosen as it would have been
+after a commit in which nobody ended by surprise. One thread calls.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from minuet.engine.bounds import check_length, pages_soon
+from minuet.engine import audit
+from minuet.engine.bounds import Admission, check_length, pages_soon
+from minuet.engine.flight import Behind, Flight, Outlook, StepPlan, failure, outlook
 from minuet.engine.pages import PagePool
 from minuet.engine.prefix import PrefixCache
 from minuet.engine.types import FinishReason, Request, Sampled, ScheduledRequest, Step
 from minuet.errors import ContractError, IntegrityError, RequestError
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step being put together; its parts are found by arrival."""
-
-    budget: int  # tokens that still fit
-    spare: int  # those of them that drafts may use, so that each running request keeps one token
-    decodes: dict[int, ScheduledRequest] = field(default_factory=dict)
-    prefills: dict[int, ScheduledRequest] = field(default_factory=dict)
-    preempted: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -93,18 +105,18 @@ class Scheduler:
         self._waiting: OrderedDict[int, Request] = OrderedDict()  # both by arrival, in its order
         self._running: dict[int, Request] = {}
         self._last_arrival = -1
-        self._step: Step | None = None
-        self._in_flight: dict[int, ScheduledRequest] = {}
-        self._blocked: tuple[int, int, int] | None = None  # see _hits_if_admissible
+        self._flight = Flight()
+        self._by_history: set[int] = set()  # arrivals of live requests that need it
+        self._admission = Admission(pool, prefix)
 
     @property
     def has_work(self) -> bool:
         """Whether a step is under way or would find something to run."""
-        return bool(self._running or self._waiting or self._step)
+        return bool(self._running or self._waiting or self._flight)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold their place in the batch."""
+        """Requests that hold their place in the batch, ended ones in a step under way included."""
         return len(self._running)
 
     @property
@@ -123,10 +135,6 @@ class Scheduler:
                 ever, and everyone behind it.
             ContractError: its ``arrival`` is not higher than all before.
         """
-        if not request.prompt_token_ids:
-            raise RequestError(
-                "the prompt is empty", param="prompt", got=0, expected="at least 1 token"
-            )
         if request.request_id in self._live:
             raise RequestError(
                 "this request id is in use",
@@ -145,6 +153,8 @@ class Scheduler:
         self._last_arrival = request.arrival
         self._live[request.request_id] = request
         self._waiting[request.arrival] = request
+        if request.needs_history:
+            self._by_history.add(request.arrival)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request because nobody waits for it any more; see :meth:`finish`."""
@@ -168,7 +178,7 @@ class Scheduler:
         if request is None:
             return None
         self._end(request, reason, stop_reason)
-        if request.arrival not in self._in_flight:
+        if not self._flight.holds(request):
             self._release(request)
         return request
 
@@ -177,14 +187,15 @@ class Scheduler:
     ) -> None:
         request.finish_reason, request.stop_reason = reason, stop_reason
         del self._live[request.request_id]
+        self._by_history.discard(request.arrival)
+        if reason is FinishReason.ERROR and self.prefix is not None:
+            self.prefix.withdraw(request)
 
-    def _release(self, request: Request, *, failed: bool = False) -> None:
-        """Give back what an ended request holds; ``failed`` in its last step, even if aborted."""
+    def _release(self, request: Request) -> None:
+        """Give back what an ended request holds."""
         self._waiting.pop(request.arrival, None)
         self._running.pop(request.arrival, None)
         if self.prefix is not None:
-            if failed or request.finish_reason is FinishReason.ERROR:
-                self.prefix.withdraw(request)
             self.prefix.forget(request)
         self._vacate(request)
 
@@ -203,73 +214,105 @@ class Scheduler:
         takes what the decodes left of the token budget.
 
         Raises:
-            ContractError: the previous step was not committed.
+            ContractError: a step was not committed.
         """
-        if self._step is not None:
+        if self._flight:
             raise ContractError("a step is under way", expected="commit before the next schedule")
-        budget, running = self.max_num_batched_tokens, list(self._running.values())
-        draft = _Draft(budget, spare=budget - len(running))
-        decoding = [self._decodes(request) for request in running]
-        for decodes in (True, False):
-            for request, is_decode in zip(running, decoding, strict=True):
-                if is_decode is decodes and request.arrival in self._running:
-                    self._extend(request, draft, decodes=decodes)
-        if not draft.preempted:
-            self._admit(draft)
-        if not draft.decodes and not draft.prefills:
-            return None
-        self._in_flight = draft.decodes | draft.prefills
-        self._step = Step(
-            tuple(self._in_flight.values()), tuple(draft.preempted), len(draft.decodes)
-        )
-        return self._step
+        return self._compose({})
 
-    def _decodes(self, request: Request) -> bool:
-        num_left = request.num_tokens - request.num_computed
-        return (
-            request.num_computed >= len(request.prompt_token_ids)
-            and num_left <= self.num_speculative_tokens + 1
+    def schedule_ahead(self) -> Step | None:
+        """Choose the step after the one under way, before that one is committed.
+
+        Returns:
+            None when that one must be committed first, and when nothing is left to run after it.
+
+        Raises:
+            ContractError: not exactly one step is under way.
+        """
+        if len(self._flight) != 1:
+            raise ContractError(
+                "a step is put together ahead of one other", got=len(self._flight), expected="1"
+            )
+        behind = self._flight.behind()
+        in_sequence = self.num_speculative_tokens > 0 or any(
+            arrival in behind and behind[arrival][1].samples for arrival in self._by_history
+        )
+        return None if in_sequence else self._compose(behind)
+
+    def _compose(self, behind: Behind) -> Step | None:
+        decoding: list[Outlook] = []
+        prefilling: list[Outlook] = []
+        for request in self._running.values():
+            place = outlook(request, behind)
+            if place is not None:
+                (decoding if self._decodes(place) else prefilling).append(place)
+        budget, running = self.max_num_batched_tokens, [*decoding, *prefilling]
+        plan = StepPlan(budget, spare=budget - len(running), ahead=bool(behind))
+        for index, place in enumerate(running):
+            if not self._extend(place, plan, decodes=index < len(decoding)):
+                plan.undo(self.pool)
+                return None
+        if not plan.preempted:
+            self._admit(plan, running)
+        return self._flight.begin(plan) if plan.decodes or plan.prefills else None
+
+    def _decodes(self, place: Outlook) -> bool:
+        return place.num_left <= self.num_speculative_tokens + 1 and place.start >= len(
+            place.request.prompt_token_ids
         )
 
-    def _extend(self, request: Request, draft: _Draft, *, decodes: bool) -> None:
-        """Add a running request to the step, with the pages for its tokens."""
-        num_left = request.num_tokens - request.num_computed
-        limit = draft.spare + 1 if decodes else draft.budget
-        limit = min(limit, num_left + len(request.draft_token_ids))
-        if limit < 1:
-            return
-        while (count := min(limit, self._room(request))) < 1:
-            if self._preempt(draft) is request:
-                return
-        num_new = self.pool.pages_for(request.num_computed + count) - len(request.page_ids)
-        pages = self.pool.allocate(num_new)
+    def _extend(self, place: Outlook, plan: StepPlan, *, decodes: bool) -> bool:
+        """Add a running request to the step, unless it was preempted, with pages for its tokens.
+
+        Returns:
+            False when that takes a preemption, in a step in which there can be none.
+        """
+        request, start, num_left, follows = place
+        if request.arrival not in self._running:
+            return True
+        limit = plan.spare + 1 if decodes else plan.budget
+        count = min(limit, num_left + len(request.draft_token_ids))
+        if count < 1:
+            return True
+        held = len(request.page_ids) * self.pool.page_size
+        if start + count > held:
+            count = self._make_room(request, start, count, plan)
+            if count < 1:
+                return not plan.ahead
+        # a guess is not worth waiting for
+        del request.draft_token_ids[max(count - num_left, 0) :]
+        share = ScheduledRequest(request, start, count, count >= num_left, follows)
+        plan.add(share, decodes=decodes)
+        return True
+
+    def _make_room(self, request: Request, start: int, limit: int, plan: StepPlan) -> int:
+        """Give a request pages for up to ``limit`` tokens from ``start`` on; for how many.
+
+        0 when it was preempted itself, and when somebody would have to be in a step ahead.
+        """
+        while (count := min(limit, self._room(request, start))) < 1:
+            if plan.ahead or self._preempt(plan) is request:
+                return 0
+        pages = self.pool.allocate(self.pool.pages_for(start + count) - len(request.page_ids))
         assert pages is not None
         request.page_ids += pages
-        del request.draft_token_ids[max(count - num_left, 0) :]  # a guess is not worth waiting for
-        share = ScheduledRequest(request, request.num_computed, count, samples=count >= num_left)
-        (draft.decodes if decodes else draft.prefills)[request.arrival] = share
-        draft.budget -= count
-        if decodes:
-            draft.spare -= count - 1
+        return count
 
-    def _room(self, request: Request) -> int:
-        """Tokens that its own pages and the usable ones can still take."""
+    def _room(self, request: Request, start: int) -> int:
+        """Tokens from ``start`` on that its own pages and the usable ones can take."""
         pages = len(request.page_ids) + self.pool.usable
-        return pages * self.pool.page_size - request.num_computed
+        return pages * self.pool.page_size - start
 
-    def _preempt(self, draft: _Draft) -> Request:
+    def _preempt(self, plan: StepPlan) -> Request:
         """Take the pages of the latest running request and put it back to the head of the queue."""
         victim = self._victim()
         del self._running[victim.arrival]
-        for part in (draft.decodes, draft.prefills):
-            if victim.arrival in part:
-                draft.budget += part.pop(victim.arrival).num_tokens
+        plan.drop(victim)
         self._vacate(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting[victim.arrival] = victim
         self._waiting.move_to_end(victim.arrival, last=False)
-        draft.preempted.append(victim)
         return victim
 
     def _victim(self) -> Request:
@@ -277,13 +320,16 @@ class Scheduler:
 
     # --- admission -------------------------------------------------------------------------------
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, plan: StepPlan, running: Sequence[Outlook]) -> None:
         if not self._waiting or len(self._running) >= self.max_num_seqs:
             return
-        promised = sum(pages_soon(request, self.pool) for request in self._running.values())
-        while self._waiting and len(self._running) < self.max_num_seqs and draft.budget > 0:
+        promised = sum(
+            pages_soon(place.request, self.pool, unknown=place.follows is not None)
+            for place in running
+        )
+        while self._waiting and len(self._running) < self.max_num_seqs and plan.budget > 0:
             request = self._next_waiting()
-            hits = self._hits_if_admissible(request, self.pool.usable - promised)
+            hits = self._admission.hits(request, self.pool.usable - promised)
             if hits is None:
                 return
             del self._waiting[request.arrival]
@@ -294,35 +340,12 @@ class Scheduler:
             request.num_computed = len(hits) * self.pool.page_size
             if request.num_preemptions == 0:
                 request.num_cached = request.num_computed
-            self._extend(request, draft, decodes=False)
+            num_left = request.num_tokens - request.num_computed
+            self._extend(Outlook(request, request.num_computed, num_left), plan, decodes=False)
             promised += pages_soon(request, self.pool)
 
     def _next_waiting(self) -> Request:
         return next(iter(self._waiting.values()))
-
-    def _hits_if_admissible(self, request: Request, available: int) -> list[int] | None:
-        """The pages it finds in the prefix cache, or None when it must wait.
-
-        Args:
-            request: the head of the queue.
-            available: usable pages that the running requests will not need soon.
-        """
-        if self.prefix is None:
-            return [] if pages_soon(request, self.pool) <= available else None
-        # a long prompt is not looked up at every step, only with more room or more to be found
-        published = self.prefix.stats.published
-        if self._blocked is not None:
-            arrival, then, cost = self._blocked
-            if (arrival, then) == (request.arrival, published) and available < cost:
-                return None
-        hits = self.prefix.match(request)
-        # a cached page that is found costs a usable one, just as a new one does
-        cost = pages_soon(request, self.pool) - sum(self.pool.num_holders(p) > 0 for p in hits)
-        if cost > available:
-            self._blocked = (request.arrival, published, cost)
-            return None
-        self._blocked = None
-        return hits
 
     # --- what came of it -------------------------------------------------------------------------
 
@@ -330,7 +353,7 @@ class Scheduler:
         """Take in what a step drew.
 
         Args:
-            step: the one under way.
+            step: the one under way, the older one of two.
             sampled: one for each of ``step.scheduled``, in that order.
 
         Returns:
@@ -339,41 +362,50 @@ class Scheduler:
         Raises:
             ContractError: another step, or an answer that does not fit it.
         """
-        if step is not self._step:
-            raise ContractError("only the step under way can be committed", expected="schedule()")
-        _check_answer(step, sampled)
-        self._step, self._in_flight = None, {}
+        self._flight.check(step, sampled)
+        self._flight.end()
         ended = []
         for share, drawn in zip(step.scheduled, sampled, strict=True):
             request = share.request
             if request.finish_reason is not None:
-                self._release(request, failed=bool(_failure(share, drawn)))
+                if failure(share, drawn) and self.prefix is not None:
+                    self.prefix.withdraw(request)
             elif self._take(share, drawn):
-                self._release(request)
                 ended.append(request)
+            if request.finish_reason is not None and not self._flight.holds(request):
+                self._release(request)
         return ended
 
     def _take(self, share: ScheduledRequest, drawn: Sampled) -> bool:
         """Advance one live request by what was computed and drawn for it; whether that ended it."""
         request = share.request
-        if error := _failure(share, drawn):
+        if error := failure(share, drawn):
             request.error = error
             self._end(request, FinishReason.ERROR)
             return True
         request.num_computed += share.num_tokens
         if share.samples:
-            accepted = request.draft_token_ids[: drawn.num_accepted]
-            num_rejected = len(request.draft_token_ids) - len(accepted)
-            request.draft_token_ids.clear()
-            self.rollback(request, num_rejected)
             assert drawn.token_id is not None
-            for token_id in (*accepted, drawn.token_id):
+            tokens = [drawn.token_id]
+            if request.draft_token_ids:
+                tokens = [*self._verified(request, drawn.num_accepted), drawn.token_id]
+            for token_id in tokens:
                 request.output_token_ids.append(token_id)
                 if self._stops(request, token_id):
                     break
         if self.prefix is not None:
-            self.prefix.publish(request)
+            size = self.pool.page_size
+            if share.start // size != request.num_computed // size:  # a page is complete
+                self.prefix.publish(request)
         return request.finish_reason is not None
+
+    def _verified(self, request: Request, num_accepted: int) -> list[int]:
+        """The drafts that were right; the others are forgotten."""
+        accepted = request.draft_token_ids[:num_accepted]
+        num_rejected = len(request.draft_token_ids) - num_accepted
+        request.draft_token_ids.clear()
+        self.rollback(request, num_rejected)
+        return accepted
 
     def _stops(self, request: Request, token_id: int) -> bool:
         """End the request if this newest token does."""
@@ -382,7 +414,7 @@ class Scheduler:
             if token_id in params.stop_token_ids:
                 self._end(request, FinishReason.STOP, token_id)
                 return True
-            if token_id in request.stop_ids:
+            if token_id in request.eos_token_ids and not params.ignore_eos:
                 self._end(request, FinishReason.STOP)
                 return True
         if num_output >= params.max_tokens:
@@ -401,7 +433,7 @@ class Scheduler:
         Raises:
             ContractError: a step is under way, or more than one token is left to compute.
         """
-        if self._step is not None or request.num_tokens - request.num_computed != 1:
+        if self._flight or request.num_tokens - request.num_computed != 1:
             raise ContractError(
                 "drafts follow the newest token",
                 got=f"{request.num_tokens - request.num_computed} tokens to compute",
@@ -417,8 +449,10 @@ class Scheduler:
 
         Raises:
             ContractError: more than was computed after the prompt, or into a page that others may
-                be reading.
+                be reading, or while a step under way goes on from there.
         """
+        if self._flight.holds(request):
+            raise ContractError("a step under way writes on", expected="commit before rollback")
         kept = request.num_computed - num_tokens
         settled = 0 if self.prefix is None else self.prefix.num_published(request)
         floor = max(len(request.prompt_token_ids), settled * self.pool.page_size)
@@ -441,60 +475,13 @@ class Scheduler:
         Raises:
             IntegrityError: names what contradicts what.
         """
-        running, waiting = list(self._running), list(self._waiting)
-        if (order := running + waiting) != sorted(set(order)):
-            raise IntegrityError(f"arrivals out of order: running {running}, waiting {waiting}")
-        for request in self._waiting.values():
-            if request.page_ids or request.num_computed or request.draft_token_ids:
-                raise IntegrityError(f"request {request.request_id}: waits, but holds pages")
-        everyone = [*self._running.values(), *self._waiting.values()]
-        for request in everyone:
-            known = self._live.get(request.request_id) is request
-            # one that ended keeps its pages while the step under way writes to them
-            if known is (request.finish_reason is not None):
-                raise IntegrityError(f"request {request.request_id}: kept after its end, or lost")
-            if not known and request.arrival not in self._in_flight:
-                raise IntegrityError(f"request {request.request_id}: ended, but not released")
-        if len(self._live) != sum(r.finish_reason is None for r in everyone):
-            raise IntegrityError("a live request is neither running nor waiting")
-        for request in self._running.values():
-            self._check_pages(request)
-        self.pool.integrity(request.page_ids for request in everyone)
-        if self.prefix is not None:
-            self.prefix.integrity(everyone)
-
-    def _check_pages(self, request: Request) -> None:
-        share = self._in_flight.get(request.arrival)
-        num_tokens = request.num_computed + (share.num_tokens if share else 0)
-        if len(request.page_ids) != self.pool.pages_for(num_tokens):
-            raise IntegrityError(
-                f"request {request.request_id}: {len(request.page_ids)} pages for "
-                f"{num_tokens} tokens of {self.pool.page_size} each"
-            )
-        if not share and request.num_computed >= request.num_tokens:
-            raise IntegrityError(f"request {request.request_id}: nothing left to compute")
-
-
-def _failure(share: ScheduledRequest, drawn: Sampled) -> str:
-    if share.samples and drawn.token_id is None and not drawn.error:
-        return "no token could be drawn: the logits are not finite"
-    return drawn.error
-
-
-def _check_answer(step: Step, sampled: Sequence[Sampled]) -> None:
-    if len(sampled) != len(step.scheduled):
-        raise ContractError(
-            "one answer per scheduled request", got=len(sampled), expected=str(len(step.scheduled))
+        audit.check(
+            live=self._live,
+            running=self._running,
+            waiting=self._waiting,
+            flight=self._flight,
+            pool=self.pool,
+            prefix=self.prefix,
         )
-    for share, drawn in zip(step.scheduled, sampled, strict=True):
-        num_drafts = len(share.request.draft_token_ids) if share.samples else 0
-        if not share.samples and drawn.token_id is not None:
-            raise ContractError(
-                "a token was drawn before the end of a prompt", got=share.request.request_id
-            )
-        if not 0 <= drawn.num_accepted <= num_drafts:
-            raise ContractError(
-                "accepted drafts that were not scheduled",
-                got=drawn.num_accepted,
-                expected=f"0 to {num_drafts}",
-            )
+        if self._by_history != {r.arrival for r in self._live.values() if r.needs_history}:
+            raise IntegrityError("requests that need their history are not those noted")

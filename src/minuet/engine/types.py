@@ -85,6 +85,15 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on which tokens came before."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
 
 def _check_range(
     name: str, value: float, low: float, high: float | None, *, open_low: bool = False
@@ -170,6 +179,11 @@ class Request:
         """Token ids that end the request when drawn."""
         own = frozenset(self.params.stop_token_ids)
         return own if self.params.ignore_eos else own | frozenset(self.eos_token_ids)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw needs the tokens before it on the host, and not only in the cache."""
+        return self.grammar is not None or self.params.penalised
 
     @property
     def num_tokens(self) -> int:
