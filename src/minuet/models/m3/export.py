@@ -296,7 +296,7 @@ def make_checkpoint(
     _make_room(folder, force)
     entries = [*dummy_entries(spec, seed), *(vision_entries(shape, seed) if vision_stub else ())]
     write_shards(folder, entries, shard_bytes)
-    write_tokenizer(folder, shape.vocab, shape.max_positions)
+    write_tokenizer(folder, train(shape.vocab), shape.max_positions)
     _write_json(folder / "generation_config.json", generation_config_json(shape))
     _write_json(folder / "config.json", config)
     return folder

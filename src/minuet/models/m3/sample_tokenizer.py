@@ -21,7 +21,7 @@ IMAGE, VIDEO = "]<]image[>[", "]<]video[>["
 # In the order of the released ids. Turn markers and placeholders are "special": decoding leaves
 # them out. What the model writes as part of an answer is not: the parsers of reasoning and tool
 # calls read it from the text.
-_MARKERS: tuple[tuple[str, bool], ...] = (
+MARKERS: tuple[tuple[str, bool], ...] = (
     (PAD, True),
     (TURN, True),
     (EOS, True),
@@ -35,7 +35,7 @@ _MARKERS: tuple[tuple[str, bool], ...] = (
     ("</mm:think>", False),
     ("]<]minimax[>[", False),
 )
-MIN_VOCAB = 256 + len(_MARKERS)
+MIN_VOCAB = 256 + len(MARKERS)
 
 
 @cache
@@ -52,20 +52,25 @@ def train(vocab_size: int) -> Tokenizer:
         raise ConfigError(
             "vocabulary too small for a byte-level tokenizer",
             got=vocab_size,
-            expected=f"at least {MIN_VOCAB}: 256 bytes and {len(_MARKERS)} markers",
+            expected=f"at least {MIN_VOCAB}: 256 bytes and {len(MARKERS)} markers",
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(_MARKERS),
+        vocab_size=vocab_size - len(MARKERS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     text = (_HERE / "corpus.txt").read_text(encoding="utf-8")
     tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
+    return add_markers(tokenizer)
+
+
+def add_markers(tokenizer: Tokenizer) -> Tokenizer:
+    """Give a byte-level tokenizer M3's markers, as its last ids; returns it."""
     tokenizer.add_tokens(
-        [AddedToken(text, special=special, normalized=False) for text, special in _MARKERS]
+        [AddedToken(text, special=special, normalized=False) for text, special in MARKERS]
     )
     return tokenizer
 
@@ -73,12 +78,11 @@ def train(vocab_size: int) -> Tokenizer:
 def marker_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Id of each marker, by its text."""
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    return {text: vocab[text] for text, _ in _MARKERS}
+    return {text: vocab[text] for text, _ in MARKERS}
 
 
-def write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> Tokenizer:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_positions: int) -> None:
     """Write ``tokenizer.json``, its two companions for other libraries, and the chat template."""
-    tokenizer = train(vocab_size)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "unk_token": UNKNOWN}
     _write_json(folder / "special_tokens_map.json", named)
@@ -92,7 +96,7 @@ def write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> Tokeni
             "single_word": False,
             "special": special,
         }
-        for text, special in _MARKERS
+        for text, special in MARKERS
     }
     _write_json(
         folder / "tokenizer_config.json",
@@ -104,9 +108,12 @@ def write_tokenizer(folder: Path, vocab_size: int, max_positions: int) -> Tokeni
             **named,
         },
     )
-    template = (_HERE / "chat_template.jinja").read_text(encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return tokenizer
+    (folder / "chat_template.jinja").write_text(chat_template(), encoding="utf-8")
+
+
+def chat_template() -> str:
+    """The template of generated checkpoints: M3's turn layout, our prose."""
+    return (_HERE / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
