@@ -26,6 +26,9 @@ class Model:
         weights: loaded or dummy.
         kernels: chosen at start-up.
         ops: chosen at start-up; None is plain torch.
+
+    Attributes:
+        ffn: the FFN of each layer.
     """
 
     def __init__(
@@ -41,13 +44,13 @@ class Model:
             Attention(spec, kind, layer, kernels.layers[kind], ops)
             for kind, layer in zip(spec.layer_kinds, weights.layers, strict=True)
         ]
-        self._ffn: list[MLP | MoE] = []
+        self.ffn: list[MLP | MoE] = []
         for layer in weights.layers:
             if layer.moe is not None:
-                self._ffn.append(MoE(spec, layer.moe, ops))
+                self.ffn.append(MoE(spec, layer.moe, ops))
             else:
                 assert layer.mlp is not None
-                self._ffn.append(MLP(spec, layer.mlp, ops))
+                self.ffn.append(MLP(spec, layer.mlp, ops))
 
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, plan: Any = None
@@ -69,7 +72,7 @@ class Model:
         cos, sin = ops.cos_sin(batch.positions, self._frequencies)
         hidden_TW = F.embedding(token_ids, self._weights.embed)
         delta: Any = None  # what the layer before adds, not yet added
-        layers = zip(self._weights.layers, self._attention, self._ffn, cache.layers, strict=True)
+        layers = zip(self._weights.layers, self._attention, self.ffn, cache.layers, strict=True)
         for weights, attention, ffn, lanes in layers:
             if delta is None:
                 normed = ops.norm(hidden_TW, weights.input_norm, eps)

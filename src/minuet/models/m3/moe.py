@@ -27,10 +27,14 @@ class MLP:
 
 
 class MoE:
-    """``routed_scale * sum of chosen experts + shared expert``; only the routed sum is scaled."""
+    """``routed_scale * sum of chosen experts + shared expert``; only the routed sum is scaled.
+
+    Attributes:
+        moe: what runs it; a measurement may put itself in between.
+    """
 
     def __init__(self, spec: M3Spec, weights: MoEWeights, ops: Ops):
-        self._moe = ops.moe
+        self.moe = ops.moe
         self._experts = Experts(
             router=weights.router,
             bias=weights.bias,
@@ -46,4 +50,4 @@ class MoE:
 
     def __call__(self, hidden_TW: Tensor) -> Any:
         """[T, W] to the delta that ``ops.add`` and ``ops.add_norm`` take."""
-        return self._moe(hidden_TW, self._experts)
+        return self.moe(hidden_TW, self._experts)
