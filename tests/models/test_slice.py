@@ -80,11 +80,11 @@ def test_a_slice_of_nothing_is_the_model():
     assert parse(slice_config(MODEL, SliceSpec())) == find(MODEL).spec
 
 
-def test_end_of_sequence_ids_outside_the_smaller_vocabulary_are_left_out(tmp_path):
-    part = sliced(tmp_path, rank_of=4)
+def test_a_smaller_vocabulary_still_has_an_end_of_sequence(tmp_path):
     assert find(MODEL).spec.eos_token_ids == (200020,)
+    part = sliced(tmp_path, rank_of=4)
     assert part.spec.vocab_size == 200064 // 4
-    assert part.spec.eos_token_ids == ()
+    assert part.spec.eos_token_ids == (200064 // 4 - 1,)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def rank_slice(
             ``layers`` layers as they come. Dense ones stay in front of sparse ones, as in M3.
 
     Returns:
-        A text config in the spelling of ``config``; end-of-sequence ids outside the smaller
-        vocabulary are left out.
+        A text config in the spelling of ``config``. If no end-of-sequence id is inside the smaller
+        vocabulary, its last id becomes one: an engine does not start without.
 
     Raises:
         ConfigError: a size that does not divide, or more layers than there are.
@@ -66,10 +66,8 @@ def rank_slice(
         if sparse.get(_SPARSE_KV_SPLIT) is not None:
             sparse[_SPARSE_KV_SPLIT] = _kv_share(spec.index_heads, rank_of)
         text["sparse_attention_config"] = sparse
-    text.pop("eos_token_id", None)
-    known = [token for token in spec.eos_token_ids if token < text["vocab_size"]]
-    if known:
-        text["eos_token_id"] = known
+    last = text["vocab_size"] - 1
+    text["eos_token_id"] = [t for t in spec.eos_token_ids if t <= last] or [last]
     parse(text)
     return text
 
