@@ -20,7 +20,7 @@ from minuet.settings import AUTO, BY_NAME
 CACHE_DTYPES = ("kv_cache_dtype", "index_kv_cache_dtype")  # `auto` follows the compute type
 ASKED = frozenset({Source.FLAG, Source.FILE, Source.ENV})  # a person said so
 _CPU_KV_BYTES = 2**30  # a CPU has no memory of its own to fill; 1 GiB serves tests and demos
-_PAGE_WITHOUT_BLOCKS = 64  # tokens; only a model without sparse layers leaves the page free
+PAGE_WITHOUT_BLOCKS = 64  # tokens; only a model without sparse layers leaves the page free
 
 
 def refusal(name: str, got: object, accepts: str, value: object, *, extra: str = "") -> Refusal:
@@ -143,7 +143,7 @@ class _Settling:
         """Page size and longest request."""
         facts, block = self.facts, self.facts.index.block if self.facts.index else None
         source = Source.MODEL if block else Source.DEFAULT
-        self._auto("block_size", lambda: block or _PAGE_WITHOUT_BLOCKS, source)
+        self._auto("block_size", lambda: block or PAGE_WITHOUT_BLOCKS, source)
         page = self.values["block_size"]
         if block and page != block:
             self.refusals.append(
