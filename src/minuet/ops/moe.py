@@ -93,5 +93,7 @@ def experts_forward(
     ends = torch.bincount(flat, minlength=gate_up.shape[0]).cumsum(0).to(torch.int32)
     inner = F.grouped_mm(hidden[order // top_k], gate_up.transpose(1, 2), offs=ends)
     out = F.grouped_mm(swiglu_oai(inner, alpha, limit), down.transpose(1, 2), offs=ends)
-    by_token = torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, -1)
+    by_token = (
+        torch.empty_like(out).index_copy_(0, order, out).view(num_tokens, top_k, out.shape[1])
+    )
     return torch.bmm(weights[:, None], by_token.float())[:, 0].to(hidden.dtype)

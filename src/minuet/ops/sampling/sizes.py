@@ -1,0 +1,68 @@
+"""What sampling takes of a device: tiles, parts, and the bytes of its scratch. No torch."""
+
+from minuet.dtypes import DType
+
+# R rows, V vocabulary
+
+SCAN_TILE = 4096
+"""Logits a program looks at together when it looks for the largest."""
+DRAW_TILE = 2048
+"""The same when it draws: the generator needs registers."""
+MAX_PARTS = 128
+"""Parts a row is divided into at most; one more launch puts them together."""
+PROGRAMS = 512
+"""Programs that fill a device; fewer rows are divided into more parts."""
+REPORT_TILE = 4096
+"""Logits a program looks at together for log-probabilities."""
+GROUP_COLUMNS = 128
+"""Groups of tokens whose maxima one program finds."""
+MAX_GROUPS = 4096
+"""Groups of a row at most; their maxima choose which tokens are candidates."""
+GROUP_SIZE = 64
+"""Tokens of a group, unless the vocabulary has more than the groups can hold."""
+CANDIDATES = 2048
+"""Candidates of a filtered row; a kept set that does not fit is found by search."""
+STATE = 4
+"""int64 per filtered row: candidates, total weight, possible tokens, largest and pivot."""
+ANSWER_BYTES = 64
+"""Token, flags and parameters of a row, rounded up."""
+
+
+def parts_of(rows: int, vocab: int, tile: int) -> tuple[int, int]:
+    """How a row is divided: (parts, tiles per part).
+
+    Args:
+        rows: rows of the call.
+        vocab: columns.
+        tile: logits per tile.
+    """
+    tiles = -(-vocab // tile)
+    parts = max(1, min(tiles, MAX_PARTS, -(-PROGRAMS // max(rows, 1))))
+    each = -(-tiles // parts)
+    return -(-tiles // each), each
+
+
+def groups_of(vocab: int) -> int:
+    """Groups of a row: token ``t`` is in group ``t mod groups``."""
+    groups = -(-vocab // GROUP_SIZE)
+    return min(MAX_GROUPS, -(-groups // GROUP_COLUMNS) * GROUP_COLUMNS)
+
+
+def scratch_bytes(rows: int, vocab: int, logprobs: int) -> int:
+    """Device memory that sampling takes at most, besides the logits it is given.
+
+    A copy of the logits for bias, penalties and masks; candidates and group maxima of filtered
+    rows; the best of each part; candidates of log-probabilities and the report.
+
+    Args:
+        rows: rows of the largest step.
+        vocab: columns.
+        logprobs: alternatives a request may ask for.
+    """
+    shaped = vocab * DType.FP32.itemsize
+    filtered = CANDIDATES * DType.INT64.itemsize + groups_of(vocab) * DType.FP32.itemsize
+    parts = 2 * MAX_PARTS * DType.INT64.itemsize
+    tiles = -(-vocab // REPORT_TILE)
+    report = (tiles + 2) * (logprobs + 3) * DType.INT64.itemsize
+    mask = -(-vocab // 32) * DType.INT32.itemsize
+    return rows * (shaped + filtered + parts + report + mask + STATE * 8 + ANSWER_BYTES)

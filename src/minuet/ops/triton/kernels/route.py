@@ -1,0 +1,272 @@
+"""Routing: scores, the choice of experts, and rows sorted by expert in tiles of one expert each."""
+
+import triton
+import triton.language as tl
+
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
+
+# T tokens, E experts, K experts of a token, S partial sums of a score
+
+
+@triton.jit
+def bf16_terms(x):
+    """FP32 as a sum of three BF16 numbers: 24 bits of mantissa in all."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return high, middle, low
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def router_logits(
+    x_ptr,  # [T, H]
+    router_ptr,  # [E, H] FP32
+    logits_ptr,  # [S, T, E] FP32: partial sums
+    num_tokens,
+    H: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
+    BK: tl.constexpr, TERMS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One partial sum, over CHUNK channels, of BM tokens and BE experts.
+
+    With TERMS (BF16 tokens) the FP32 router is three BF16 operands, whose products are exact: as
+    good as FP32 arithmetic, on matrix units.
+    """
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    expert = tl.program_id(1) * BE + tl.arange(0, BE)
+    first = tl.program_id(2) * CHUNK
+    wait_for_previous(PDL)
+    x_at = x_ptr + row.to(tl.int64)[:, None] * H
+    router_at = router_ptr + expert.to(tl.int64)[None, :] * H
+    total = tl.zeros((BM, BE), tl.float32)
+    for k in tl.range(first, min(first + CHUNK, H), BK, num_stages=STAGES):
+        channel = k + tl.arange(0, BK)
+        inside = channel < min(first + CHUNK, H)
+        x = tl.load(
+            x_at + channel[None, :], mask=(row < num_tokens)[:, None] & inside[None, :], other=0.0
+        )
+        router = tl.load(
+            router_at + channel[:, None], mask=(expert < E)[None, :] & inside[:, None], other=0.0
+        )
+        if TERMS:
+            high, middle, low = bf16_terms(router)
+            total = tl.dot(x, low, total)
+            total = tl.dot(x, middle, total)
+            total = tl.dot(x, high, total)
+        else:
+            total = tl.dot(x.to(tl.float32), router, total, input_precision="ieee")
+    at = tl.program_id(2).to(tl.int64) * num_tokens + row
+    at = logits_ptr + at[:, None] * E + expert[None, :]
+    tl.store(at, total, mask=(row < num_tokens)[:, None] & (expert < E)[None, :])
+    let_next_start(PDL)
+
+
+@triton.jit
+def ordered(x):
+    """int32 that orders as FP32 does; -0 equals 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def choose(
+    logits_ptr, bias_ptr, shares_ptr,
+    row, num_tokens, routed_scale,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, S: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """Experts [BM, K_PAD] of ``row`` (-1: none), best first, ties to the lowest; stores shares."""
+    expert = tl.arange(0, E_PAD)
+    inside = (row < num_tokens)[:, None] & (expert < E)[None, :]
+    at = row.to(tl.int64)[:, None] * E + expert[None, :]
+    logits = tl.zeros((BM, E_PAD), tl.float32)
+    for part in tl.static_range(S):
+        stride = num_tokens.to(tl.int64) * E
+        logits += tl.load(logits_ptr + part * stride + at, mask=inside, other=0.0)
+    score = 1.0 / (1.0 + tl.exp(-logits))
+    biased = score + tl.load(bias_ptr + expert, mask=expert < E, other=0.0)[None, :]
+    # whatever the scores are, NaN included, K different experts are found
+    key = (ordered(biased).to(tl.int64) << 32) | (E_PAD - 1 - expert)[None, :].to(tl.int64)
+    lowest: tl.constexpr = -(2**63)
+    key = tl.where((expert < E)[None, :], key, lowest)
+    slot = tl.arange(0, K_PAD)
+    chosen = tl.full((BM, K_PAD), -1, tl.int32)
+    weight = tl.zeros((BM, K_PAD), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    for k in tl.static_range(K):
+        best = tl.max(key, 1)
+        index = E_PAD - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        picked = expert[None, :] == index[:, None]
+        value = tl.sum(tl.where(picked, score, 0.0), 1)
+        key = tl.where(picked, lowest, key)
+        total += value
+        chosen = tl.where(slot[None, :] == k, index[:, None], chosen)
+        weight = tl.where(slot[None, :] == k, value[:, None], weight)
+    kept = (row < num_tokens)[:, None] & (slot < K)[None, :]
+    shares = weight / total[:, None] * routed_scale
+    shares_at = shares_ptr + row.to(tl.int64)[:, None] * K + slot[None, :]
+    tl.store(shares_at, shares, mask=kept)
+    return tl.where(kept, chosen, -1)
+
+
+@triton.jit
+def chosen_by(chosen, K: tl.constexpr, K_PAD: tl.constexpr, E_PAD: tl.constexpr):
+    """[BM, E_PAD] int32: 1 where a token of ``chosen`` [BM, K_PAD] chose an expert."""
+    expert, slot = tl.arange(0, E_PAD), tl.arange(0, K_PAD)
+    picked = expert[None, :] < 0
+    for k in tl.static_range(K):
+        one = tl.max(tl.where(slot[None, :] == k, chosen, -1), 1)
+        picked = picked | (expert[None, :] == one[:, None])
+    return picked.to(tl.int32)
+
+
+@triton.jit
+def place(
+    chosen,  # [BM, K_PAD] experts, -1: none
+    picked,  # [BM, E_PAD] from :func:`chosen_by`
+    first,  # [E_PAD] int32: where this tile's rows of an expert begin
+    row,  # [BM] tokens
+    rows_ptr,  # sorted rows, written
+    K: tl.constexpr, K_PAD: tl.constexpr, SLOTS: tl.constexpr, E_PAD: tl.constexpr,
+):  # fmt: skip
+    """Rows to the places of their experts, by token: stable, so nothing depends on timing.
+
+    A token chooses an expert once, so its rank among an expert's rows counts earlier tokens.
+    """
+    expert, slot = tl.arange(0, E_PAD), tl.arange(0, K_PAD)
+    at = first[None, :] + tl.cumsum(picked, 0) - picked
+    for k in tl.static_range(K):
+        one = tl.max(tl.where(slot[None, :] == k, chosen, -1), 1)
+        mine = tl.sum(tl.where(expert[None, :] == one[:, None], at, 0), 1)
+        tl.store(rows_ptr + mine, row * SLOTS + k, mask=one >= 0)
+
+
+@triton.jit
+def lay_out(
+    counts,  # [E_PAD] rows per expert
+    tiles_ptr, rows_ptr,
+    capacity,
+    longest,
+    E_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Give every expert its tiles, in order, none of more than ``longest``; return first rows.
+
+    Writes the expert of each tile, -1 beyond the last, and -1 for the rows that fill up an expert's
+    last tile.
+    """
+    expert = tl.arange(0, E_PAD)
+    tiles = (counts + TILE - 1) // TILE
+    first = tl.cumsum(tiles, 0) - tiles
+    for one in range(longest):
+        tl.store(tiles_ptr + first + one, expert, mask=one < tiles)
+    used = tl.sum(tiles, 0)
+    for start in range(0, capacity, E_PAD):
+        index = start + expert
+        tl.store(tiles_ptr + index, -1, mask=(index >= used) & (index < capacity))
+    within = tl.arange(0, TILE)
+    free = counts[:, None] + within[None, :]
+    at = first[:, None] * TILE + free
+    tl.store(rows_ptr + at, -1, mask=free < (tiles * TILE)[:, None])
+    return first * TILE
+
+
+@triton.jit(do_not_specialize=["num_tokens", "capacity"])
+def route_step(
+    logits_ptr,  # [S, T, E] FP32
+    bias_ptr,  # [E] FP32
+    shares_ptr,  # [T, K] FP32
+    tiles_ptr,  # [capacity] int32: expert of each tile, -1: unused
+    rows_ptr,  # [capacity, TILE] int32: token * SLOTS + k, -1: none
+    num_tokens,
+    capacity,
+    routed_scale,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
+    SLOTS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All of a small step (at most BM tokens) in one program."""
+    wait_for_previous(PDL)
+    row = tl.arange(0, BM)
+    chosen = choose(
+        logits_ptr, bias_ptr, shares_ptr, row, num_tokens, routed_scale, E, E_PAD, K, K_PAD, S, BM
+    )
+    picked = chosen_by(chosen, K, K_PAD, E_PAD)
+    longest: tl.constexpr = (BM + TILE - 1) // TILE
+    first = lay_out(tl.sum(picked, 0), tiles_ptr, rows_ptr, capacity, longest, E_PAD, TILE)
+    place(chosen, picked, first, row, rows_ptr, K, K_PAD, SLOTS, E_PAD)
+    let_next_start(PDL)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def route_tokens(
+    logits_ptr,  # [S, T, E] FP32
+    bias_ptr,
+    shares_ptr,  # [T, K] FP32
+    chosen_ptr,  # [T, K] int32
+    counts_ptr,  # [tiles of tokens, E_PAD] int32
+    num_tokens,
+    routed_scale,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, S: tl.constexpr,
+    BM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A large step, first of three: experts of BM tokens, and how often each was chosen."""
+    wait_for_previous(PDL)
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    chosen = choose(
+        logits_ptr, bias_ptr, shares_ptr, row, num_tokens, routed_scale, E, E_PAD, K, K_PAD, S, BM
+    )
+    slot = tl.arange(0, K_PAD)
+    at = chosen_ptr + row.to(tl.int64)[:, None] * K + slot[None, :]
+    tl.store(at, chosen, mask=(row < num_tokens)[:, None] & (slot < K)[None, :])
+    counts = tl.sum(chosen_by(chosen, K, K_PAD, E_PAD), 0)
+    tl.store(counts_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD), counts)
+    let_next_start(PDL)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "capacity", "longest"])
+def route_layout(
+    counts_ptr,  # [tiles of tokens, E_PAD] int32; becomes each tile's first row of each expert
+    tiles_ptr,  # [capacity] int32
+    rows_ptr,  # [capacity, TILE] int32
+    num_tiles,
+    capacity,
+    longest,
+    E_PAD: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Second of three, one program: where the rows of each expert, and of each tile in it, lie."""
+    wait_for_previous(PDL)
+    expert, within = tl.arange(0, E_PAD), tl.arange(0, AT_ONCE)
+    totals = tl.zeros((E_PAD,), tl.int32)
+    for start in range(0, num_tiles, AT_ONCE):
+        at = counts_ptr + (start + within)[:, None] * E_PAD + expert[None, :]
+        inside = (start + within < num_tiles)[:, None]
+        totals += tl.sum(tl.load(at, mask=inside, other=0), 0)
+    first = lay_out(totals, tiles_ptr, rows_ptr, capacity, longest, E_PAD, TILE)
+    for start in range(0, num_tiles, AT_ONCE):
+        at = counts_ptr + (start + within)[:, None] * E_PAD + expert[None, :]
+        inside = (start + within < num_tiles)[:, None]
+        counts = tl.load(at, mask=inside, other=0)
+        ends = tl.cumsum(counts, 0)
+        tl.store(at, first[None, :] + ends - counts, mask=inside)
+        first += tl.sum(counts, 0)
+    let_next_start(PDL)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def route_rows(
+    chosen_ptr,  # [T, K] int32
+    first_ptr,  # [tiles of tokens, E_PAD] int32
+    rows_ptr,  # [capacity, TILE] int32
+    num_tokens,
+    K: tl.constexpr, K_PAD: tl.constexpr, SLOTS: tl.constexpr, E_PAD: tl.constexpr,
+    BM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Third of three: rows of BM tokens to their places."""
+    wait_for_previous(PDL)
+    row, slot = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, K_PAD)
+    kept = (row < num_tokens)[:, None] & (slot < K)[None, :]
+    chosen_at = chosen_ptr + row.to(tl.int64)[:, None] * K + slot[None, :]
+    chosen = tl.load(chosen_at, mask=kept, other=-1)
+    first = tl.load(first_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD))
+    picked = chosen_by(chosen, K, K_PAD, E_PAD)
+    place(chosen, picked, first, row, rows_ptr, K, K_PAD, SLOTS, E_PAD)
+    let_next_start(PDL)

@@ -1,0 +1,108 @@
+"""Operations on rows: residual add and norm, the gated activation, cosine and sine."""
+
+import triton
+import triton.language as tl
+
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
+
+
+@triton.jit
+def swiglu(gate, up, alpha, limit):
+    """FP32 ``g * sigmoid(alpha * g) * (u + 1)``, clamped as :mod:`minuet.ops.activation` says.
+
+    NaN stays NaN through the clamps.
+    """
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+
+
+@triton.jit(do_not_specialize=["stride_x"])
+def add_norm(
+    x_ptr,  # [T, H], rows stride_x apart
+    delta_ptr,  # [T, H]; PARTS: [T, PARTS, H]
+    shares_ptr,  # [T, K] FP32; PARTS only
+    weight_ptr,  # [H] FP32; NORM only
+    sum_ptr,  # [T, H]; ADD only
+    normed_ptr,  # [T, H]; NORM only
+    stride_x,
+    eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: ``x + delta`` in the type of x, and the Gemma norm of that.
+
+    With PARTS, delta is the sum of a token's experts: the first K weighed by their shares, then the
+    shared expert, added in this order in FP32 and rounded once.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < H
+    if NORM:
+        gain = 1.0 + tl.load(weight_ptr + channel, mask=inside, other=0.0)  # nobody writes weights
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * stride_x + channel, mask=inside, other=0.0)
+    kept = x.dtype
+    if ADD:
+        if PARTS:
+            delta = tl.zeros((BLOCK,), tl.float32)
+            for part in tl.static_range(PARTS):
+                at = delta_ptr + (row * PARTS + part) * H + channel
+                value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+                if part < K:
+                    delta += tl.load(shares_ptr + row * K + part) * value
+                else:
+                    delta += value
+            delta = delta.to(kept)
+        else:
+            delta = tl.load(delta_ptr + row * H + channel, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(kept)
+        tl.store(sum_ptr + row * H + channel, x, mask=inside)
+    if NORM:
+        x32 = x.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x32 * x32, 0) / H + eps)
+        tl.store(normed_ptr + row * H + channel, (x32 * inverse * gain).to(kept), mask=inside)
+    let_next_start(PDL)
+
+
+@triton.jit
+def gate(
+    gate_up_ptr,  # [T, 2 * I]: gate, then up
+    out_ptr,  # [T, I]
+    alpha,
+    limit,
+    I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SwiGLU-OAI of BLOCK channels of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < I
+    wait_for_previous(PDL)
+    gate = tl.load(gate_up_ptr + row * 2 * I + channel, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * I + I + channel, mask=inside, other=0.0).to(tl.float32)
+    out = swiglu(gate, up, alpha, limit)
+    tl.store(out_ptr + row * I + channel, out.to(out_ptr.dtype.element_ty), mask=inside)
+    let_next_start(PDL)
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions_ptr"])
+def cos_sin(
+    positions_ptr,  # [T] int64
+    frequencies_ptr,  # [HALF] FP32
+    cos_ptr,  # [T, HALF] FP32
+    sin_ptr,
+    num_tokens,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS positions; the product is FP32, as :func:`minuet.ops.rope.cos_sin` says."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = tl.arange(0, HALF_PAD)
+    inside = (row < num_tokens)[:, None] & (pair < HALF)[None, :]
+    wait_for_previous(PDL)
+    position = tl.load(positions_ptr + row, mask=row < num_tokens, other=0).to(tl.float32)
+    frequency = tl.load(frequencies_ptr + pair, mask=pair < HALF, other=0.0)
+    angle = position[:, None] * frequency[None, :]
+    at = row.to(tl.int64)[:, None] * HALF + pair[None, :]
+    tl.store(cos_ptr + at, tl.cos(angle), mask=inside)
+    tl.store(sin_ptr + at, tl.sin(angle), mask=inside)
+    let_next_start(PDL)

@@ -1,0 +1,299 @@
+"""Every operation of a table against plain torch: values, edges, poisoned memory.
+
+The interpreter runs it on the CPU (``test_interpreter.py``), the GPU tests run it on a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from minuet.ops.moe import Experts, route
+from minuet.ops.rope import inverse_frequencies
+from minuet.ops.table import REFERENCE, Ops, ops_for
+
+TOKENS = (0, 1, 15, 16, 17, 64, 65)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A routed FFN."""
+
+    hidden: int = 64
+    experts: int = 8
+    top_k: int = 2
+    width: int = 32
+    shared: int = 32
+
+
+SMALL = Sizes()
+ODD = Sizes(hidden=48, experts=6, top_k=3, width=80, shared=16)  # nothing divides a tile
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A table under test, where it runs and how close it comes.
+
+    Attributes:
+        ops: the table.
+        device: where.
+        dtype: of activations and weights.
+        tolerance: relative error of a result's norm.
+    """
+
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    tolerance: float
+
+    def random(self, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randn(shape, generator=generator) * scale).to(self.device, self.dtype)
+
+    def near(self, got: Tensor, want: Tensor) -> None:
+        assert got.shape == want.shape
+        assert got.dtype == want.dtype
+        assert torch.isfinite(got).all()
+        if want.numel():
+            error = (got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-12)
+            assert float(error) <= self.tolerance, float(error)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What torch hands out is NaN, or -2**31 + something as an integer, until it is written."""
+    plain = torch.empty, torch.empty_like
+
+    def poisonous(function):
+        def empty(*args, **kwargs):
+            out = function(*args, **kwargs)
+            if out.numel():
+                out.view(torch.uint8).fill_(0xFF if out.dtype.is_floating_point else 0x81)
+            return out
+
+        return empty
+
+    torch.empty, torch.empty_like = map(poisonous, plain)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = plain
+
+
+def make_experts(bench: Bench, sizes: Sizes, seed: int = 1) -> Experts:
+    h, e, i, s = sizes.hidden, sizes.experts, sizes.width, sizes.shared
+
+    def matrix(*shape: int, seed: int) -> Tensor:
+        return bench.random(*shape, seed=seed, scale=shape[-1] ** -0.5)
+
+    generator = torch.Generator().manual_seed(seed)
+    return Experts(
+        router=(torch.randn(e, h, generator=generator) * 1.5 * h**-0.5).to(bench.device),
+        bias=(torch.randn(e, generator=generator) * 0.1).to(bench.device),
+        gate_up=matrix(e, 2 * i, h, seed=seed + 1),
+        down=matrix(e, h, i, seed=seed + 2),
+        shared_gate_up=matrix(2 * s, h, seed=seed + 3),
+        shared_down=matrix(h, s, seed=seed + 4),
+        top_k=sizes.top_k,
+        routed_scale=2.0,
+        alpha=1.702,
+        limit=7.0,
+    )
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def check_norm(bench: Bench, hidden: int = 48) -> None:
+    reference, weight = ops_for(REFERENCE), bench.random(hidden, seed=5).float()
+    for tokens in TOKENS:
+        x, delta = bench.random(tokens, hidden), bench.random(tokens, hidden, seed=2)
+        with poisoned():
+            got = bench.ops.norm(x, weight, 1e-6)
+            total, normed = bench.ops.add_norm(x, delta, weight, 1e-6)
+            plain = bench.ops.add(x, delta)
+        bench.near(got, reference.norm(x, weight, 1e-6))
+        want_total, want_normed = reference.add_norm(x, delta, weight, 1e-6)
+        assert torch.equal(total, want_total)  # to the bit: the residual stream is the model
+        assert torch.equal(plain, want_total)
+        bench.near(normed, want_normed)
+
+
+def check_norm_of_strided_rows(bench: Bench) -> None:
+    wide, weight = bench.random(9, 96), bench.random(48, seed=5).float()
+    x = wide[:, :48]
+    bench.near(bench.ops.norm(x, weight, 1e-6), ops_for(REFERENCE).norm(x, weight, 1e-6))
+
+
+def check_norm_of_zeros(bench: Bench) -> None:
+    zero, weight = torch.zeros(3, 48, device=bench.device, dtype=bench.dtype), bench.random(48)
+    with poisoned():
+        got = bench.ops.norm(zero, weight.float(), 1e-6)
+    assert torch.equal(got, zero)
+
+
+def check_swiglu(bench: Bench, width: int = 80) -> None:
+    reference = ops_for(REFERENCE)
+    for tokens in TOKENS:
+        x = bench.random(tokens, 2 * width, scale=6.0)
+        with poisoned():
+            bench.near(bench.ops.swiglu(x, 1.702, 7.0), reference.swiglu(x, 1.702, 7.0))
+
+
+def check_swiglu_clamps(bench: Bench) -> None:
+    """Values of the model's specification, -0, infinity; NaN is not hidden."""
+    gate = [-20, -7.5, 0, 3, 7, 9, -0.0, 1, float("inf")]
+    up = [-9, -7, 0, 1, 7, 9, -0.0, -1, float("inf")]
+    want = [0, 1.3e-4, 0, 5.96386, 55.99963, 55.99963, 0, 0, 55.99963]
+    x = torch.tensor([gate + up], device=bench.device, dtype=torch.float32).to(bench.dtype)
+    got = bench.ops.swiglu(x, 1.702, 7.0).float().cpu()[0]
+    torch.testing.assert_close(got, torch.tensor(want), rtol=1e-2, atol=2e-4)
+    bad = torch.full((1, 4), float("nan"), device=bench.device, dtype=bench.dtype)
+    assert bench.ops.swiglu(bad, 1.702, 7.0).isnan().all()
+
+
+def check_cos_sin(bench: Bench) -> None:
+    for half in (4, 32):
+        frequencies = inverse_frequencies(2 * half, 5e6).to(bench.device)
+        for tokens in TOKENS:
+            positions = torch.arange(tokens, device=bench.device) * 16127
+            with poisoned():
+                got = bench.ops.cos_sin(positions, frequencies)
+            for mine, theirs in zip(got, ops_for(REFERENCE).cos_sin(positions, frequencies)):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+
+
+# --- experts -------------------------------------------------------------------------------------
+
+
+def check_routing(bench: Bench, sizes: Sizes, module) -> None:
+    """Sorted rows hold every (token, expert) once, in tiles of one expert, in order of tokens."""
+    experts = make_experts(bench, sizes)
+    for tokens in TOKENS[1:]:
+        x = bench.random(tokens, sizes.hidden, seed=tokens)
+        for rows in (16, 32):
+            with poisoned():
+                routing = module.route(x, experts, rows)
+            check_sorted(routing, *route(x, experts.router, experts.bias, sizes.top_k), 2.0)
+
+
+def check_sorted(routing, chosen: Tensor, shares: Tensor, scale: float) -> None:
+    num_tokens, top_k = chosen.shape
+    slots, found, last = top_k + 1, {}, {}
+    tiles, lists = routing.tiles.tolist(), routing.rows.tolist()
+    used = sum(tile >= 0 for tile in tiles)
+    assert all(tile >= 0 for tile in tiles[:used])
+    assert tiles[used:] == [-1] * (len(tiles) - used)
+    assert tiles[:used] == sorted(tiles[:used])
+    for expert, row_list in zip(tiles[:used], lists, strict=False):
+        real = [row for row in row_list if row >= 0]
+        assert real
+        assert row_list == real + [-1] * (len(row_list) - len(real))  # gaps only at the end
+        for row in real:
+            token, slot = divmod(row, slots)
+            assert 0 <= token < num_tokens
+            assert slot < top_k
+            assert last.get(expert, -1) < token  # by token within an expert, over all its tiles
+            last[expert] = token
+            assert (token, expert) not in found
+            found[token, expert] = float(routing.shares[token, slot])
+    wanted = {
+        (token, expert): share * scale
+        for token, (row, weights) in enumerate(zip(chosen.tolist(), shares.tolist(), strict=True))
+        for expert, share in zip(row, weights, strict=True)
+    }
+    assert found.keys() == wanted.keys()
+    for key, share in wanted.items():
+        assert abs(found[key] - share) <= 1e-4 * scale, key
+
+
+def check_ties(bench: Bench, module) -> None:
+    """Equal scores go to the lowest experts, best first; -0 and 0 are equal."""
+    experts = make_experts(bench, SMALL)
+    bias = torch.tensor([0.0, -0.0, 0.5, 0.5, 0.0, 0.5, -1.0, -0.0], device=bench.device)
+    experts = replace(experts, router=torch.zeros_like(experts.router), bias=bias - 0.5, top_k=4)
+    routing = module.route(bench.random(3, 64), experts, 16)
+    assert routing.tiles.tolist()[:4] == [0, 2, 3, 5]
+    best_first = [routing.rows[tile, 0].item() % 5 for tile in range(4)]
+    assert best_first == [3, 0, 1, 2]
+    torch.testing.assert_close(routing.shares, torch.full_like(routing.shares, 0.5))
+
+
+def check_bad_scores(bench: Bench, module) -> None:
+    """Tokens of NaN still get different experts in range: an index is never out of bounds."""
+    x = bench.random(5, 64)
+    x[1] = float("nan")
+    experts = make_experts(bench, SMALL)
+    routing = module.route(x, experts, 16)
+    rows = [r for tile in routing.rows.tolist() for r in tile if r >= 0 and r // 3 == 1]
+    assert sorted(rows) == [3, 4]
+    got = bench.ops.add(torch.zeros_like(x), bench.ops.moe(x, experts))
+    assert torch.isfinite(got[[0, 2, 3, 4]]).all()  # nobody else is touched
+
+
+def moe_sum(ops: Ops, x: Tensor, experts: Experts) -> Tensor:
+    return ops.add(torch.zeros_like(x), ops.moe(x, experts))
+
+
+def check_moe(bench: Bench, sizes: Sizes, tokens: tuple[int, ...] = TOKENS) -> None:
+    experts = make_experts(bench, sizes)
+    for count in tokens:
+        x = bench.random(count, sizes.hidden, seed=count)
+        with poisoned():
+            got = moe_sum(bench.ops, x, experts)
+        bench.near(got, moe_sum(ops_for(REFERENCE), x, experts))
+
+
+def check_moe_of_one_expert(bench: Bench) -> None:
+    """All tokens on the same experts: the others have no row, these have many tiles."""
+    experts = make_experts(bench, SMALL)
+    bias = torch.zeros_like(experts.bias)
+    bias[3], bias[7] = 5.0, 4.0
+    for tokens in (17, 65):
+        x = bench.random(tokens, 64, seed=tokens)
+        mine = replace(experts, bias=bias)
+        with poisoned():
+            got = moe_sum(bench.ops, x, mine)
+        bench.near(got, moe_sum(ops_for(REFERENCE), x, mine))
+
+
+def check_add_norm_of_parts(bench: Bench) -> None:
+    """The sum over experts inside the norm is the sum over experts before it."""
+    experts, weight = make_experts(bench, SMALL), bench.random(64, seed=5).float()
+    x = bench.random(17, 64)
+    delta = bench.ops.moe(x, experts)
+    total, normed = bench.ops.add_norm(x, delta, weight, 1e-6)
+    assert torch.equal(total, bench.ops.add(x, delta))
+    assert torch.equal(normed, bench.ops.norm(total, weight, 1e-6))
+
+
+def check_rows_alone(bench: Bench, tokens: tuple[int, ...] = (1, 17, 65)) -> None:
+    """Batch-invariant: a row's result is the same to the bit alone and among others."""
+    assert bench.ops.batch_invariant
+    experts, x = make_experts(bench, SMALL), bench.random(max(tokens), 64)
+    whole = moe_sum(bench.ops, x, experts)
+    for count in tokens:
+        assert torch.equal(moe_sum(bench.ops, x[-count:].contiguous(), experts), whole[-count:])
+
+
+def checks(bench: Bench, invariant: Bench, module) -> dict[str, Callable[[], None]]:
+    """Every check by name."""
+    return {
+        "norm": lambda: check_norm(bench),
+        "norm of strided rows": lambda: check_norm_of_strided_rows(bench),
+        "norm of zeros": lambda: check_norm_of_zeros(bench),
+        "swiglu": lambda: check_swiglu(bench),
+        "swiglu clamps": lambda: check_swiglu_clamps(bench),
+        "cos sin": lambda: check_cos_sin(bench),
+        "routing": lambda: check_routing(bench, SMALL, module),
+        "routing, odd sizes": lambda: check_routing(bench, ODD, module),
+        "ties": lambda: check_ties(bench, module),
+        "bad scores": lambda: check_bad_scores(bench, module),
+        "moe": lambda: check_moe(bench, SMALL),
+        "moe, odd sizes": lambda: check_moe(bench, ODD, (1, 17, 65)),
+        "moe of one expert": lambda: check_moe_of_one_expert(bench),
+        "add norm of parts": lambda: check_add_norm_of_parts(bench),
+        "rows alone": lambda: check_rows_alone(invariant),
+    }
