@@ -22,6 +22,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "serve": "minuet.cli.serve",
         "generate": "minuet.cli.generate",
         "explain": "minuet.cli.explain",
+        "bench": "minuet.cli.bench",
+        "eval": "minuet.cli.eval",
         "env": "minuet.cli.env",
     }
 )
@@ -51,9 +53,17 @@ class Parser(argparse.ArgumentParser):
         if not unknown:
             raise ConfigError(f"unexpected argument {rest[0]!r}", remedy=self._help_hint)
         name = unknown.partition("=")[0]
-        near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+        near = difflib.get_close_matches(name, self._known_flags(), n=1)
         hint = f"did you mean {near[0]}?" if near else self._help_hint
         raise ConfigError(f"unknown flag {name}", remedy=hint)
+
+    def _known_flags(self) -> list[str]:
+        """Own flags, and those of sub-commands."""
+        flags = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                flags += [f for sub in action.choices.values() for f in sub._option_string_actions]
+        return flags
 
     @property
     def _help_hint(self) -> str:

@@ -58,12 +58,14 @@ class Server:
         api_key: bearer token, where the server wants one.
         timeout_s: for one answer.
         connections: requests in flight at most.
+        weights: names the content of the checkpoint that it serves, where that is known.
     """
 
     base_url: str
     api_key: str = ""
     timeout_s: float = 600.0
     connections: int = 64
+    weights: str = ""
     _http: httpx.Client = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from minuet.errors import ConfigError
 from minuet.evals.api import COMPLETIONS, Server, ServerError
 from minuet.evals.questions import Question, Task
-from minuet.evals.records import Records, Run, Scored
+from minuet.evals.records import Records, Run, Scored, key_of
 
 METRIC = "logits"
 _LEAST = 1e-9  # of the class of all other tokens: log-probabilities come rounded
@@ -57,6 +57,12 @@ class Divergence:
             "mean_abs_logprob_difference": self.logprob_shift,
             "perplexity": list(self.perplexity),
         }
+
+
+def as_run(run: Run, top: int) -> Run:
+    """The run that keeps log-probabilities where ``run`` would keep answers."""
+    settings = {k: v for k, v in run.settings.items() if k != "sampling"} | {"top": top}
+    return Run(key_of([METRIC, settings]), f"{METRIC}/{run.task}", METRIC, settings, run.started)
 
 
 def score_all(

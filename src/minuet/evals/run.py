@@ -140,14 +140,13 @@ class Report:
         }
 
 
-def describe(task: Task, server: Server, sampling: Sampling, weights: str = "") -> Run:
+def describe(task: Task, server: Server, sampling: Sampling) -> Run:
     """The run that these settings make.
 
     Args:
         task: what is asked.
         server: whom.
         sampling: how.
-        weights: names the checkpoint's content, where that is known.
 
     Raises:
         ServerError: nothing there.
@@ -160,8 +159,8 @@ def describe(task: Task, server: Server, sampling: Sampling, weights: str = "") 
         "sampling": sampling.fields(task),
         "served": served,
     }
-    if weights:
-        settings["weights"] = weights
+    if server.weights:
+        settings["weights"] = server.weights
     started = datetime.now(UTC).isoformat(timespec="seconds")
     return Run(key_of(settings), task.name, task.metric, settings, started)
 

@@ -1,6 +1,7 @@
 """A server of our own for the length of an evaluation: ``minuet serve`` in a child process."""
 
 import contextlib
+import hashlib
 import re
 import signal
 import subprocess
@@ -8,13 +9,41 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from minuet.errors import MinuetError
+from minuet.evals.records import key_of
+from minuet.models import registry
 
 _LISTENING = re.compile(r"serving .* on (http://\S+)")
 _START_S = 1800.0  # large checkpoints load for minutes; a start that fails ends the process at once
 _STOP_S = 30.0
 _KEPT_LINES = 40
+_HASHED_BYTES = 64 * 2**20
+
+
+def weights_of(model: str) -> str:
+    """Names the content of a checkpoint, so that answers of another one are not taken for its own.
+
+    Small files are hashed; of large ones name, size and time of change have to do.
+
+    Args:
+        model: as ``minuet serve`` takes it.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    source = registry.find(model)
+    facts: list[object] = [source.config]
+    for path in sorted(source.folder.glob("*.safetensors")) if source.folder else ():
+        stat = path.stat()
+        small = stat.st_size <= _HASHED_BYTES
+        facts.append([path.name, _digest(path) if small else [stat.st_size, stat.st_mtime_ns]])
+    return key_of(facts)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextlib.contextmanager
