@@ -27,6 +27,7 @@ worlds = st.builds(
     prefix=st.booleans(),
     digest=st.sampled_from([None, two_bit_digest]),
     num_reserved=st.sampled_from([0, 1]),
+    ahead=st.booleans(),
 )
 
 
@@ -41,29 +42,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         sick_from=st.one_of(st.none(), st.none(), st.integers(0, 16)),
         ignore_eos=st.booleans(),
         logprobs=st.sampled_from([None, None, 0]),
+        penalty=st.sampled_from([0.0, 0.0, 0.0, 1.0]),
     )
-    def add(self, prompt, max_tokens, sick_from, ignore_eos, logprobs):
+    def add(self, prompt, max_tokens, sick_from, ignore_eos, logprobs, penalty):
         self.sim.try_add(
             tuple(prompt),
             max_tokens=max_tokens,
             sick_from=sick_from,
             ignore_eos=ignore_eos,
             prompt_logprobs=logprobs,
+            presence_penalty=penalty,
         )
 
-    @precondition(lambda self: self.sim.step is None)
+    @precondition(lambda self: not self.sim.steps)
     @rule(seed=st.one_of(st.none(), st.integers(0, 99)))
     def schedule(self, seed):
         if seed is not None:
             self.sim.propose(random.Random(seed))
         self.sim.schedule()
 
-    @precondition(lambda self: self.sim.step is not None)
+    @precondition(lambda self: len(self.sim.steps) == 1 and self.sim.world.ahead)
+    @rule()
+    def schedule_ahead(self):
+        self.sim.schedule_ahead()
+
+    @precondition(lambda self: self.sim.steps)
     @rule()
     def commit(self):
         self.sim.commit()
 
-    @precondition(lambda self: self.sim.step is None)
     @rule(count=st.integers(1, 4))
     def run_steps(self, count):
         for _ in range(count):
@@ -87,8 +94,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "sim"):
-            if self.sim.step is not None:
-                self.sim.commit()
             self.sim.drain()
 
 
@@ -97,23 +102,26 @@ TestSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=4
 
 
 def test_every_admissible_request_ends_with_the_right_answer():
-    ended = preemptions = hits = collisions = withdrawn = evictions = 0
+    ended = preemptions = hits = collisions = withdrawn = evictions = ahead = dropped = 0
     for seed in range(500):
         sim = random_run(random_world(random.Random(seed)), seed, num_events=50)
         ended += sim.num_ended
         preemptions += sim.scheduler.num_preemptions
         hits += sim.num_hits
+        ahead += sim.num_ahead
+        dropped += sim.num_dropped
         if sim.prefix is not None:
             collisions += sim.prefix.stats.collisions
             withdrawn += sim.prefix.stats.withdrawn
             evictions += sim.prefix.stats.evictions
     # a run in which nothing happens proves nothing
-    assert min(ended, hits, evictions, preemptions, collisions, withdrawn) > 50
+    assert min(ended, hits, evictions, preemptions, collisions, withdrawn, ahead, dropped) > 50
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_pages", [2, 3, 4])
-def test_requests_that_each_fill_the_pool_take_turns(num_pages):
-    sim = Simulation(World(num_pages=num_pages, max_model_len=99, num_drafts=0))
+def test_requests_that_each_fill_the_pool_take_turns(num_pages, ahead):
+    sim = Simulation(World(num_pages=num_pages, max_model_len=99, num_drafts=0, ahead=ahead))
     full = (num_pages - 1) * sim.world.page_size + 1
     requests = [sim.add((1,) * length, max_tokens=full - length) for length in (1, full - 1, 1, 2)]
     order = []
@@ -123,8 +131,12 @@ def test_requests_that_each_fill_the_pool_take_turns(num_pages):
     assert order == requests
 
 
-def test_later_arrivals_never_delay_an_earlier_request():
-    sim = Simulation(World(num_pages=6, max_num_seqs=3, budget=4, max_model_len=20))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_later_arrivals_never_delay_an_earlier_request(ahead):
+    world = World(
+        num_pages=6, max_num_seqs=3, budget=4, max_model_len=20, num_drafts=0, ahead=ahead
+    )
+    sim = Simulation(world)
     first = sim.add((1,) * 7, max_tokens=3, ignore_eos=True)
     steps = 0
     while first.finish_reason is None:

@@ -1,14 +1,18 @@
 """The simulation can fail: each of these mistakes is found by a random run within a few seeds."""
 
+import inspect
 import random
 from collections.abc import Callable
 
 import pytest
 
+from minuet.engine import scheduler
+from minuet.engine.bounds import pages_soon
+from minuet.engine.flight import Flight, Outlook, StepPlan, outlook
 from minuet.engine.pages import PagePool
 from minuet.engine.prefix import PrefixCache
 from minuet.engine.scheduler import Scheduler
-from minuet.engine.types import FinishReason
+from minuet.engine.types import FinishReason, Request
 from minuet.errors import MinuetError
 from tests.engine.scheduler_sim import random_run, random_world
 
@@ -239,6 +243,105 @@ def hands_out_the_dummy_page(patch):
             self._free.appendleft(0)
 
     patch(PagePool, "__init__", init)
+
+
+# --- a step ahead --------------------------------------------------------------------------------
+
+
+@mutant
+def pages_are_released_while_the_step_ahead_uses_them(patch):
+    original = Flight.holds
+
+    def holds(self, request):
+        # right with one step under way; a commit leaves the one ahead, and forgets it
+        return inspect.currentframe().f_back.f_code.co_name != "commit" and original(self, request)
+
+    patch(Flight, "holds", holds)
+
+
+@mutant
+def a_step_ahead_preempts(patch):
+    original = StepPlan.__init__
+
+    def init(self, budget, spare, ahead):
+        original(self, budget, spare, False)
+
+    patch(StepPlan, "__init__", init)
+
+
+@mutant
+def a_step_given_up_keeps_its_pages(patch):
+    patch(StepPlan, "undo", lambda self, pool: None)
+
+
+@mutant
+def a_step_ahead_leaves_out_who_finds_no_page(patch):
+    original = Scheduler._extend
+
+    def extend(self, place, plan, *, decodes):
+        return original(self, place, plan, decodes=decodes) or plan.ahead
+
+    patch(Scheduler, "_extend", extend)
+
+
+@mutant
+def a_step_ahead_has_who_certainly_ended(patch):
+    def look(request, behind):
+        place = outlook(request, behind)
+        if place is None and request.finish_reason is None:
+            index, share = behind[request.arrival]
+            place = Outlook(request, share.start + share.num_tokens, 1, index)
+        return place
+
+    patch(scheduler, "outlook", look)
+
+
+@mutant
+def a_step_ahead_follows_a_neighbour(patch):
+    def look(request, behind):
+        place = outlook(request, behind)
+        if place is not None and place.follows is not None:
+            place = place._replace(follows=(place.follows + 1) % len(behind))
+        return place
+
+    patch(scheduler, "outlook", look)
+
+
+@mutant
+def a_step_ahead_forgets_what_is_under_way(patch):
+    patch(scheduler, "outlook", lambda request, behind: outlook(request, {}))
+
+
+@mutant
+def a_penalty_does_not_wait_for_the_token(patch):
+    patch(Request, "needs_history", False)
+
+
+@mutant
+def admission_ahead_forgets_the_token_under_way(patch):
+    def soon(request, pool, *, unknown=False):
+        return pages_soon(request, pool) - unknown
+
+    patch(scheduler, "pages_soon", soon)
+
+
+@mutant
+def a_failure_withdraws_its_pages_when_they_are_released(patch):
+    end, release, late = Scheduler._end, Scheduler._release, []
+
+    def end_without(self, request, reason, stop_reason=None):
+        prefix, self.prefix = self.prefix, None
+        end(self, request, reason, stop_reason)
+        self.prefix = prefix
+        late.append(request)
+
+    def release_with(self, request):
+        if self.prefix is not None and request.finish_reason is FinishReason.ERROR:
+            self.prefix.withdraw(request)
+        release(self, request)
+
+    patch(Scheduler, "_end", end_without)
+    patch(Scheduler, "_release", release_with)
 
 
 def runs_until_one_fails(num_seeds: int) -> None:
