@@ -154,25 +154,17 @@ def _fill(rng: random.Random, parts: list[str], room: float) -> int:
         used += size
 
 
-_SENTENCES = (
-    "The {adjective} {thing} stood near the {place}.",
-    "{name} {verb} the {thing} behind the {adjective} {other}.",
-    "In the {place}, {name} {verb} a {adjective} {thing}.",
-    "The {animal} slept under the {thing} in the {place}.",
-    "{name} {verb} the {animal} for {days} days.",
-    "On the way to the {place} there was a {adjective} {animal}.",
+_DAYS = tuple(str(n) for n in range(2, 100))
+_SENTENCES: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
+    ("The {} {} stood near the {}.", (ADJECTIVES, THINGS, PLACES)),
+    ("{} {} the {} behind the {} {}.", (NAMES, VERBS, THINGS, ADJECTIVES, THINGS)),
+    ("In the {}, {} {} a {} {}.", (PLACES, NAMES, VERBS, ADJECTIVES, THINGS)),
+    ("The {} slept under the {} in the {}.", (ANIMALS, THINGS, PLACES)),
+    ("{} {} the {} for {} days.", (NAMES, VERBS, ANIMALS, _DAYS)),
+    ("On the way to the {} there was a {} {}.", (PLACES, ADJECTIVES, ANIMALS)),
 )
 
 
 def _sentence(rng: random.Random) -> str:
-    pick = rng.choice
-    return pick(_SENTENCES).format(
-        adjective=pick(ADJECTIVES),
-        animal=pick(ANIMALS),
-        thing=pick(THINGS),
-        other=pick(THINGS),
-        place=pick(PLACES),
-        name=pick(NAMES),
-        verb=pick(VERBS),
-        days=rng.randint(2, 99),
-    )
+    form, words = rng.choice(_SENTENCES)
+    return form.format(*map(rng.choice, words))

@@ -5,7 +5,7 @@ shard by shard, so writing needs the memory of one shard, whatever the model.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -167,9 +167,14 @@ def shape_of(preset: str = "tiny", **changes: Any) -> Shape:
     return replace(PRESETS[preset], **changes)
 
 
-def config_json(shape: Shape) -> dict[str, Any]:
-    """The ``config.json`` of a generated model, in the released spelling."""
-    ids = marker_ids(train(shape.vocab))
+def config_json(shape: Shape, ids: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The ``config.json`` of a generated model, in the released spelling.
+
+    Args:
+        shape: its sizes.
+        ids: of the markers; None: those of the sample tokenizer.
+    """
+    ids = ids or marker_ids(train(shape.vocab))
     sparse = [int(idx >= shape.dense_layers) for idx in range(shape.layers)]
     text = {
         "architectures": ["MiniMaxM3SparseForCausalLM"],
