@@ -1,6 +1,7 @@
 """Small kernels in IR around one instruction."""
 
 import numpy as np
+import torch
 
 from minuet.testing.amdgpu import Geometry, Memory, launch, parse
 
@@ -15,6 +16,15 @@ NUMPY = {
     "float": np.float32,
     "double": np.float64,
 }
+
+
+TESTED: set[str] = set()
+
+
+def covers(*names):
+    """Note which models a test is about."""
+    TESTED.update(names)
+    return lambda test: test
 
 
 def element(kind: str) -> tuple[int, str]:
@@ -62,3 +72,14 @@ def run(body: str, inputs: dict, result: str, *, arch="gfx950", lanes=None, lds=
     shape = Geometry((1, 1, 1), (lanes, 1, 1))
     launch(code, "k", (*arguments, out), memory, shape, arch=arch, order=order)
     return memory.fetch(out)
+
+
+def one(call, inputs, result, **how):
+    """Run a single call; arguments as :func:`run`."""
+    return run(f"%r = call {call}", inputs, result, **how)
+
+
+def same_bits(got, want):
+    """BF16 bits equal a BF16 tensor, NaN included."""
+    numbers = torch.from_numpy(got.view(np.int16)).view(torch.bfloat16)
+    torch.testing.assert_close(numbers, want, rtol=0, atol=0, equal_nan=True)

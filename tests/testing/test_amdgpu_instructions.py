@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.testing.snippets import run
+from tests.testing.snippets import covers, one, run, same_bits
 
 from minuet.testing.amdgpu import SimulationError, parse
 from minuet.testing.amdgpu.intrinsics import MODELS
@@ -19,17 +19,6 @@ pytestmark = pytest.mark.sim
 
 LANE = np.arange(64, dtype=np.uint32)
 VALUES = LANE * 10 + 7
-TESTED: set[str] = set()
-
-
-def covers(*names):
-    """Note which models a test is about."""
-    TESTED.update(names)
-    return lambda test: test
-
-
-def one(call, inputs, result, **how):
-    return run(f"%r = call {call}", inputs, result, **how)
 
 
 # --- between lanes -------------------------------------------------------------------------------
@@ -172,85 +161,6 @@ def test_identity():
     assert got.tolist() == [*range(64), *range(1000, 1064)]
 
 
-# --- narrow floats -------------------------------------------------------------------------------
-
-CODES = np.arange(256, dtype=np.uint8)
-TORCH_FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-FLAVOURS = ("gfx942", "gfx950")
-
-
-def decoded(arch):
-    return torch.from_numpy(CODES.copy()).view(TORCH_FP8[arch]).float().numpy()
-
-
-@covers("llvm.amdgcn.cvt.pk.f32.fp8", "llvm.amdgcn.cvt.f32.fp8")
-@pytest.mark.parametrize("arch", FLAVOURS)
-def test_fp8_codes_decode_as_in_torch(arch):
-    words = CODES.view(np.uint32)
-    call = "<2 x float> @llvm.amdgcn.cvt.pk.f32.fp8(i32 %v, i1 {})"
-    pairs = [one(call.format(h), {"v": ("i32", words)}, "<2 x float>", arch=arch) for h in (0, 1)]
-    np.testing.assert_array_equal(np.concatenate(pairs, axis=1).ravel(), decoded(arch))
-    for byte in range(4):
-        call = f"float @llvm.amdgcn.cvt.f32.fp8(i32 %v, i32 {byte})"
-        got = one(call, {"v": ("i32", words)}, "float", arch=arch)
-        np.testing.assert_array_equal(got, decoded(arch)[byte::4])
-
-
-@covers("llvm.amdgcn.cvt.pk.fp8.f32")
-@pytest.mark.parametrize("arch", FLAVOURS)
-@pytest.mark.parametrize("high", [0, 1])
-def test_fp8_encoding_rounds_as_torch_does_within_range(arch, high):
-    top = torch.finfo(TORCH_FP8[arch]).max
-    chance = np.random.default_rng(high)
-    table = decoded(arch)
-    finite = np.sort(np.abs(table[np.isfinite(table)]))
-    middles = (finite[1:] + finite[:-1]) / 2  # ties
-    pool = np.concatenate([finite, middles, -middles, chance.normal(0, top / 3, 500)])
-    pool = np.clip(pool, -top, top).astype(np.float32)
-    a, b = chance.choice(pool, 640), chance.choice(pool, 640)
-    old = np.full(640, 0x11223344, np.uint32)
-    call = f"i32 @llvm.amdgcn.cvt.pk.fp8.f32(float %a, float %b, i32 %old, i1 {high})"
-    inputs = {"a": ("float", a), "b": ("float", b), "old": ("i32", old)}
-    got = one(call, inputs, "i32", arch=arch, lanes=640).view(np.uint8).reshape(-1, 4)
-    want = np.stack([a, b], axis=1)
-    codes = torch.from_numpy(want).to(TORCH_FP8[arch]).view(torch.uint8).numpy()
-    np.testing.assert_array_equal(got[:, 2 * high : 2 * high + 2], codes)
-    rest = old.view(np.uint8).reshape(-1, 4)
-    np.testing.assert_array_equal(
-        got[:, 2 - 2 * high : 4 - 2 * high], rest[:, 2 - 2 * high :][:, :2]
-    )
-
-
-@covers("llvm.amdgcn.cvt.scalef32.pk.bf16.fp8", "llvm.amdgcn.cvt.scale.pk8.bf16.fp8")
-def test_scaled_conversions_to_bf16_multiply_by_a_power_of_two():
-    words = CODES.view(np.uint32)
-    call = "<2 x bfloat> @llvm.amdgcn.cvt.scalef32.pk.bf16.fp8(i32 %v, float 4.0, i1 1)"
-    got = one(call, {"v": ("i32", words)}, "<2 x bfloat>")
-    want = torch.from_numpy(decoded("gfx950").reshape(-1, 4)[:, 2:] * 4).to(torch.bfloat16)
-    same_bits(got, want)
-    name = "llvm.amdgcn.cvt.scale.pk8.bf16.fp8.v8bf16.v2i32"
-    call = f"<8 x bfloat> @{name}(<2 x i32> %v, i32 126, i32 0)"
-    pairs = words.reshape(-1, 2)
-    got = one(call, {"v": ("<2 x i32>", pairs)}, "<8 x bfloat>", arch="gfx1250")
-    same_bits(got, torch.from_numpy(decoded("gfx950").reshape(-1, 8) / 2).to(torch.bfloat16))
-
-
-def same_bits(got, want):
-    numbers = torch.from_numpy(got.view(np.int16)).view(torch.bfloat16)
-    torch.testing.assert_close(numbers, want, rtol=0, atol=0, equal_nan=True)
-
-
-@covers("llvm.amdgcn.perm")
-def test_perm_picks_bytes_of_two_words():
-    call = "i32 @llvm.amdgcn.perm(i32 %a, i32 %b, i32 u0x070C0301)".replace(
-        "u0x070C0301", str(0x070C0301)
-    )
-    a, b = np.full(64, 0xAABBCCDD, np.uint32), np.full(64, 0x11223344, np.uint32)
-    got = one(call, {"a": ("i32", a), "b": ("i32", b)}, "i32")
-    # selector bytes, low to high: 1, 3, 12 (zero), 7; bytes 0-3 are of b, 4-7 of a
-    assert set(got.tolist()) == {0xAA001133}
-
-
 # --- arithmetic intrinsics -----------------------------------------------------------------------
 
 FLOATS = np.concatenate([np.linspace(-9, 9, 60), [np.inf, -np.inf, np.nan, -0.0]]).astype(
@@ -328,6 +238,7 @@ INTEGER_CALLS = {
     "llvm.smin": lambda a, b: min(signed(a), signed(b)) & 0xFFFFFFFF,
     "llvm.umax": max,
     "llvm.umin": min,
+    "llvm.usub.sat": lambda a, b: max(a - b, 0),
 }
 
 
@@ -572,3 +483,17 @@ def test_hints_have_no_effect():
     assert run(f"{calls}\n{wait}\n%r = add i32 %tid, 0", {}, "i32").tolist() == LANE.tolist()
     with pytest.raises(SimulationError, match="assembly"):
         run('%r = call i32 asm "v_mov_b32 $0, 1", "=v"()', {}, "i32")
+
+
+@covers("llvm.amdgcn.s.setreg")
+def test_saturating_conversions_are_the_only_mode_that_can_be_set():
+    # register 1 (MODE) in bits 0-5, offset in bits 6-10, width less one in bits 11-15
+    saturate = 1 | 23 << 6 | 0 << 11
+    run(f"call void @llvm.amdgcn.s.setreg(i32 {saturate}, i32 1)\n%r = add i32 %tid, 0", {}, "i32")
+    for word, value in ((saturate, 0), (1 | 4 << 6 | 3 << 11, 15), (2 | 23 << 6, 1)):
+        with pytest.raises(SimulationError, match="mode"):
+            run(
+                f"call void @llvm.amdgcn.s.setreg(i32 {word}, i32 {value})\n%r = add i32 %tid, 0",
+                {},
+                "i32",
+            )

@@ -2,8 +2,13 @@
 
 import numpy as np
 import pytest
-from tests.testing import test_amdgpu_instructions, test_amdgpu_matrix
-from tests.testing.snippets import run
+from tests.testing import (
+    test_amdgpu_conversions,
+    test_amdgpu_instructions,
+    test_amdgpu_matrix,
+    test_amdgpu_transposed,
+)
+from tests.testing.snippets import TESTED, covers, run
 
 from minuet.testing.amdgpu import Geometry, Memory, SimulationError, launch, parse
 from minuet.testing.amdgpu.intrinsics import MODELS
@@ -11,7 +16,7 @@ from minuet.testing.amdgpu.intrinsics import MODELS
 pytestmark = pytest.mark.sim
 
 LANE = np.arange(128, dtype=np.uint32)
-covers = test_amdgpu_instructions.covers
+WITH_TESTS = (test_amdgpu_conversions, test_amdgpu_instructions, test_amdgpu_transposed)
 SHARED = "@s = internal addrspace(3) global [512 x i8] undef, align 16"
 ADDRESS = "%at = getelementptr i32, ptr addrspace(3) @s, i32 %tid"
 REVERSED = """
@@ -48,6 +53,27 @@ def test_two_waves_that_write_one_byte_race_and_one_wave_does_not():
     with pytest.raises(SimulationError, match="race"):
         run(one, {"v": ("i32", LANE)}, "i32", lanes=128, lds=SHARED)
     assert len(run(one, {"v": ("i32", LANE[:64])}, "i32", lanes=64, lds=SHARED)) == 64
+
+
+@pytest.mark.parametrize("order", [None, 0, 1])
+def test_two_waves_may_write_one_byte_with_one_value(order):
+    """Compilers let several waves store what they all hold; a reader still needs the barrier."""
+    body = f"""
+    %low = and i32 %tid, 63
+    %at = getelementptr i32, ptr addrspace(3) @s, i32 %low
+    store i32 %v, ptr addrspace(3) %at, align 4
+    {BARRIER}
+    %r = load i32, ptr addrspace(3) %at, align 4
+    """
+    twice = np.tile(LANE[:64] + 5, 2)
+    got = run(body, {"v": ("i32", twice)}, "i32", lanes=128, lds=SHARED, order=order)
+    assert got.tolist() == twice.tolist()
+    bare = body.replace(BARRIER, "")
+    with pytest.raises(SimulationError, match="race"):
+        run(bare, {"v": ("i32", twice)}, "i32", lanes=128, lds=SHARED, order=order)
+    twice[100] += 1
+    with pytest.raises(SimulationError, match="race"):
+        run(body, {"v": ("i32", twice)}, "i32", lanes=128, lds=SHARED, order=order)
 
 
 def test_reading_before_another_wave_overwrites_needs_a_barrier():
@@ -230,7 +256,38 @@ def test_asynchronous_copies_arrive_at_the_wait_and_not_before(width, left):
         assert memory.fetch(target).tolist() == data.tolist()
 
 
+HIDDEN = """
+define amdgpu_kernel void @k(ptr addrspace(1) %out) {
+  %tid = call i32 @llvm.amdgcn.workitem.id.x()
+  %h = call ptr addrspace(4) @llvm.amdgcn.implicitarg.ptr()
+  %o = mul i32 %tid, 4
+  %p = getelementptr i8, ptr addrspace(4) %h, i32 %o
+  %v = load i32, ptr addrspace(4) %p, align 4
+  %q = getelementptr i32, ptr addrspace(1) %out, i32 %tid
+  store i32 %v, ptr addrspace(1) %q, align 4
+  ret void
+}
+"""
+
+
+@covers("llvm.amdgcn.implicitarg.ptr")
+def test_hidden_arguments_hold_the_grid_and_the_size_of_a_workgroup():
+    # code object V5: three counts of 32 bits, three sizes of 16, three remainders of 16
+    memory, shape = Memory(), Geometry((2, 3, 5), (32, 2, 1))
+    out = memory.place("out", np.zeros(6, np.uint32))
+    first = HIDDEN.replace("%o = mul i32 %tid, 4", "%m = urem i32 %tid, 6\n  %o = mul i32 %m, 4")
+    first = first.replace("ptr addrspace(1) %out, i32 %tid", "ptr addrspace(1) %out, i32 %m")
+    for _ in range(2):
+        launch(parse(first), "k", (out,), memory, shape, arch="gfx950")
+        words = memory.fetch(out)
+        assert words[:3].tolist() == [2, 3, 5]
+        assert words[3:].view(np.uint16).tolist() == [32, 2, 1, 0, 0, 0]
+    with pytest.raises(SimulationError, match="outside"):  # what comes after is not modelled
+        launch(parse(HIDDEN), "k", (out,), memory, shape, arch="gfx950")
+
+
 def test_every_model_has_its_test_and_its_source():
     matrices = {*test_amdgpu_matrix.MFMA, *test_amdgpu_matrix.WMMA}
-    assert {*test_amdgpu_instructions.TESTED, *matrices} == set(MODELS)
+    assert all(module.covers is covers for module in WITH_TESTS)
+    assert {*TESTED, *matrices} == set(MODELS)
     assert all(m.source for m in MODELS.values())

@@ -13,7 +13,7 @@ import numpy as np
 from minuet.testing.amdgpu import lanes, matrix
 from minuet.testing.amdgpu.floats import f32_to_bf16, f32_to_fp8, fp8_to_f32
 from minuet.testing.amdgpu.ir import Instruction
-from minuet.testing.amdgpu.ops import narrow, widen
+from minuet.testing.amdgpu.ops import from_bytes, narrow, widen
 from minuet.testing.amdgpu.state import Executor, Front, SimulationError, Value
 from minuet.testing.amdgpu.types import Int, Type, Vec, signed_of, size_of
 
@@ -110,6 +110,20 @@ def _nothing(call: Call) -> Value:
     return None
 
 
+_FP16_OVFL = (1, 23, 1)  # register MODE, offset and width of the field
+
+
+@model(
+    f"{CDNA}; {RDNA}: S_SETREG, MODE.FP16_OVFL: FP8 conversions saturate", "llvm.amdgcn.s.setreg"
+)
+def _setreg(call: Call) -> Value:
+    word = call.constant(0)  # register, offset, width less one, as the instruction encodes them
+    field = (word & 63, word >> 6 & 31, (word >> 11 & 31) + 1)
+    if field != _FP16_OVFL or (call.args[1] != 1).any():
+        raise SimulationError(f"a mode that is not modelled: {call.instruction.text}")
+    return None  # conversions saturate here in any case: floats.f32_to_fp8
+
+
 # --- identity ------------------------------------------------------------------------------------
 
 
@@ -133,6 +147,14 @@ def _mbcnt(call: Call) -> Value:
     lane = call.front.lane
     below = np.minimum(lane, 32) if low else np.maximum(lane - 32, 0)
     return (below + call.args[1].astype(np.int64)).astype(np.uint32)
+
+
+@model(
+    f"{USAGE}: code object V5 hidden kernel arguments, from hidden_block_count_x on",
+    "llvm.amdgcn.implicitarg.ptr",
+)
+def _implicit_arguments(call: Call) -> Value:
+    return np.array([call.machine.hidden_arguments], np.uint64)
 
 
 @model(f"{USAGE}: wave.id", "llvm.amdgcn.wave.id")
@@ -266,6 +288,28 @@ def _scalef32_pk_bf16_fp8(call: Call) -> Value:
     return f32_to_bf16(values * _power_of_two(call.args[1])[:, None])
 
 
+@model(
+    f"{CDNA}: V_CVT_SCALEF32_PK_FP8_F32; MLIR's ROCDL dialect: divides by the scale's exponent",
+    "llvm.amdgcn.cvt.scalef32.pk.fp8.f32",
+)
+def _scalef32_pk_fp8_f32(call: Call) -> Value:
+    pair = np.stack([call.front.full(call.args[i]) for i in (1, 2)], axis=1)
+    scale = _power_of_two(call.args[3])[:, None]
+    codes = f32_to_fp8(pair / scale, call.front.target.fp8)
+    out = np.array(call.front.full(call.args[0]))
+    out[:, call.constant(4)] = np.ascontiguousarray(codes).view(np.uint16)[:, 0]
+    return out
+
+
+@model(
+    f"{RDNA}: V_CVT_SCALEF32_PK8_FP8_F32; MLIR's ROCDL dialect: divides by the scale's exponent",
+    "llvm.amdgcn.cvt.scalef32.pk8.fp8.f32",
+)
+def _scalef32_pk8_fp8_f32(call: Call) -> Value:
+    scaled = call.args[0] / _power_of_two(call.args[1])[:, None]
+    return np.ascontiguousarray(f32_to_fp8(scaled, call.front.target.fp8)).view(np.uint32)
+
+
 def _power_of_two(scale: Value) -> Value:
     """Only the exponent of the scale operand counts."""
     return (scale.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
@@ -352,6 +396,12 @@ def _integer_extreme(call: Call) -> Value:
     return function(call.signed(0), call.signed(1)).view(call.args[0].dtype)
 
 
+@model(LANGREF, "llvm.usub.sat")
+def _usub_sat(call: Call) -> Value:
+    a, b = call.args
+    return np.where(a > b, a - b, a.dtype.type(0))
+
+
 @model(LANGREF, "llvm.abs")
 def _abs(call: Call) -> Value:
     return np.abs(call.signed(0)).view(call.args[0].dtype)
@@ -406,6 +456,16 @@ def _buffer_store(call: Call) -> Value:
     where = call.instruction.text
     call.machine.buffer_store(call.front, rsrc, offset + scalar, value, where)
     return None
+
+
+@model(f"{lanes.__name__}.TRANSPOSED", *lanes.TRANSPOSED)
+def _transposed_load(call: Call) -> Value:
+    name = next(n for n in lanes.TRANSPOSED if call.instruction.extra.startswith(n))
+    size = size_of(call.type)
+    read = Vec(size, Int(8))
+    where = call.instruction.text
+    data = call.machine.load(call.front, call.args[0], read, 3, size, where)
+    return from_bytes(lanes.transpose(call.front, data, name), call.type)
 
 
 @model(

@@ -1,8 +1,12 @@
 """Operations between lanes of a wave: which lane each lane reads from.
 
 Sources: "AMD Instinct MI300 ISA" and "RDNA4 ISA", sections on DPP, DS_SWIZZLE, DS_BPERMUTE and
-V_PERMLANE; LLVM's AMDGPU usage document for the intrinsics' operands.
+V_PERMLANE; LLVM's AMDGPU usage document for the intrinsics' operands. Of transposed loads: at
+:data:`TRANSPOSED`.
 """
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,3 +135,65 @@ def ballot(front: Front, predicate: Value, bits: int) -> Value:
     weight = front.full(predicate).astype(np.uint64) << front.lane.astype(np.uint64)
     sums = np.add.reduceat(weight, starts)
     return np.repeat(sums, lengths).astype(f"u{bits // 8}")
+
+
+# --- transposed loads ----------------------------------------------------------------------------
+
+
+def _read_tr16_b64(lane: IntArray, element: IntArray) -> tuple[IntArray, IntArray]:
+    """gfx950: 16 lanes share 4 rows of 16 elements; lane i takes column i."""
+    column = lane % 16
+    return lane - column + 4 * element + column // 4, column % 4
+
+
+def _load_tr16_b128(lane: IntArray, element: IntArray) -> tuple[IntArray, IntArray]:
+    """gfx1250: each 8 lanes transpose 8 x 8 elements."""
+    return lane - lane % 8 + element, lane % 8
+
+
+def _load_tr8_b64(lane: IntArray, element: IntArray) -> tuple[IntArray, IntArray]:
+    """gfx1250: as for 16 bits, but the 8 rows are two runs of four lanes, eight lanes apart."""
+    half, column = lane - lane % 16, lane % 8
+    return half + lane % 16 // 8 * 4 + element // 4 * 8 + element % 4, column
+
+
+_Moves = Callable[[IntArray, IntArray], tuple[IntArray, IntArray]]
+
+# Instruction: bits of an element, and from whose memory, and which of its elements, a lane's
+# element comes. Every lane reads its own consecutive bytes, wherever its address points; what the
+# lanes then exchange does not depend on the addresses.
+#
+# ds.read.tr16.b64 (gfx950): "AMD Instinct CDNA4 ISA", 11.4 "MFMA Transpose Load from LDS" (all
+# lanes active, address aligned to the data); the mapping is spelt out in the lowering of Triton's
+# AMD backend, MemoryOpToLLVM.cpp (lane 0 takes the first element of lanes 0, 4, 8, 12; lane 4 that
+# of lanes 1, 5, 9, 13) and agrees with how FlyDSL's gfx950 kernels address it.
+# ds.load.tr16.b128, ds.load.tr8.b64 (gfx1250): AMD, "A Deep Dive into LDS Optimizations on AMD
+# Instinct MI450 GPUs", rocm.blogs.amd.com, 2026-08-28, figures 1 and 4; the same in Triton's
+# MemoryOpToLLVM.cpp.
+TRANSPOSED: Mapping[str, tuple[int, _Moves]] = MappingProxyType(
+    {
+        "llvm.amdgcn.ds.read.tr16.b64": (16, _read_tr16_b64),
+        "llvm.amdgcn.ds.load.tr16.b128": (16, _load_tr16_b128),
+        "llvm.amdgcn.ds.load.tr8.b64": (8, _load_tr8_b64),
+    }
+)
+
+
+def transpose(front: Front, data: NDArray[np.uint8], name: str) -> NDArray[np.uint8]:
+    """What lanes hold after a transposed load.
+
+    Args:
+        front: whole waves.
+        data: [lanes, bytes] that each lane read.
+        name: key of :data:`TRANSPOSED`.
+
+    Raises:
+        SimulationError: some lanes of a wave are masked off, which the instruction excludes.
+    """
+    bits, moves = TRANSPOSED[name]
+    lanes = front.by_wave(data, name)
+    elements = np.ascontiguousarray(lanes).view(f"u{bits // 8}")
+    _, wave, count = elements.shape
+    source, taken = moves(np.arange(wave)[:, None], np.arange(count)[None, :])
+    moved = np.ascontiguousarray(elements[:, source, taken])
+    return moved.view(np.uint8).reshape(data.shape)

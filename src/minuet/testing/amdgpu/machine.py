@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from minuet.testing.amdgpu.ir import Block, Instruction, Module
 from minuet.testing.amdgpu.memory import Lds, Memory, Pointer
-from minuet.testing.amdgpu.program import Program, from_bytes, to_bytes
+from minuet.testing.amdgpu.ops import from_bytes, to_bytes
+from minuet.testing.amdgpu.program import Program
 from minuet.testing.amdgpu.state import TARGETS, Front, IntArray, SimulationError, Target, Value
 from minuet.testing.amdgpu.types import Float, Int, Ptr, Type, dtype_of, size_of
 
@@ -76,14 +77,30 @@ def launch(
     if size % target.wave:
         raise SimulationError(f"{size} work-items are not whole waves of {target.wave}")
     program = Program(function)
+    hidden = _place_hidden_arguments(program, memory, geometry)
     count = math.prod(geometry.grid)
     step = max(1, MAX_LANES // size)
     for first in range(0, count, step):
         groups = np.arange(first, min(first + step, count))
         machine = Machine(program, target, memory, groups, geometry, lds_bytes)
+        machine.hidden_arguments = hidden
         machine.bind(arguments)
         with np.errstate(all="ignore"):
             machine.run(order)
+
+
+def _place_hidden_arguments(program: Program, memory: Memory, geometry: Geometry) -> int:
+    """Address of the hidden kernel arguments, 0 if the kernel does not ask for them.
+
+    LLVM, User Guide for the AMDGPU backend, code object V5: workgroups per axis (32 bits each),
+    then work-items per workgroup (16 bits each), then the rest of a partial workgroup. What
+    follows is not modelled: reading it is out of bounds.
+    """
+    if "llvm.amdgcn.implicitarg.ptr" not in program.callees:
+        return 0
+    sizes = np.array([*geometry.block, 0, 0, 0], np.uint16)
+    words = np.concatenate([np.array(geometry.grid, np.uint32), sizes.view(np.uint32)])
+    return memory.place(f"hidden arguments {len(memory)}", words, readonly=True).address
 
 
 class Machine:
@@ -120,6 +137,7 @@ class Machine:
         self.pc = np.zeros(self.total, np.int64)
         self.waiting = np.zeros(self.total, bool)
         self.done = np.zeros(self.total, bool)
+        self.hidden_arguments = 0
         self.values: dict[str, Value] = {}
         self._local: dict[str, Value] | None = None
         self._subset: IntArray | None = None

@@ -51,6 +51,10 @@ class Memory:
         self._written: NDArray[np.bool_] | None = None
         self._end = _PAGE
 
+    def __len__(self) -> int:
+        """Arrays placed."""
+        return len(self._regions)
+
     def place(
         self,
         name: str,
@@ -162,7 +166,8 @@ def take_bytes(
 class Lds:
     """LDS of many workgroups at once, with a race check per barrier interval.
 
-    Between two barriers of a workgroup a byte may be read by any waves, or touched by one wave.
+    Between two barriers of a workgroup a byte may be read by any waves, or touched by one wave, or
+    written by several with one value.
     The check does not depend on the order in which waves happened to run.
     """
 
@@ -214,8 +219,7 @@ class Lds:
             raise SimulationError(f"{where}: load of LDS that was never written")
         epoch = self.epoch[workgroup]
         mine = (epoch * 256 + wave + 1)[:, None]
-        writer = self._writer[index]
-        if ((writer // 256 == epoch[:, None]) & (writer != mine)).any():
+        if self._others(self._writer, index, mine, epoch[:, None]).any():
             raise SimulationError(f"{where}: LDS race: reads what another wave wrote, no barrier")
         self._stamp(self._reader, index, mine, epoch[:, None])
         return take_bytes(self._bytes, offset, size, align)
@@ -234,28 +238,35 @@ class Lds:
         index = offset[:, None] + np.arange(data.shape[1])
         epoch = self.epoch[workgroup]
         mine = (epoch * 256 + wave + 1)[:, None]
-        for stamps, what in ((self._writer, "wrote"), (self._reader, "reads")):
-            seen = stamps[index]
-            if ((seen // 256 == epoch[:, None]) & (seen != mine)).any():
-                raise SimulationError(
-                    f"{where}: LDS race: writes what another wave {what}, no barrier"
-                )
-        if self._stamp(self._writer, index, mine, epoch[:, None]):
-            raise SimulationError(f"{where}: LDS race: two waves write one byte")
+        if self._others(self._reader, index, mine, epoch[:, None]).any():
+            raise SimulationError(f"{where}: LDS race: writes what another wave reads, no barrier")
+        others = self._others(self._writer, index, mine, epoch[:, None])
+        # compilers let several waves store what they all hold: no order of equal bytes shows
+        if (others & (self._bytes[index] != data)).any():
+            raise SimulationError(f"{where}: LDS race: overwrites another wave's bytes, no barrier")
+        self._stamp(self._writer, index, mine, epoch[:, None])
         self._bytes[index] = data
         self._written[index] = True
+        several = self._writer[index] % 256 == _MULTIPLE
+        if (several & (self._bytes[index] != data)).any():
+            raise SimulationError(f"{where}: LDS race: two waves write one byte differently")
 
-    def _stamp(self, stamps: IntArray, index: IntArray, mine: IntArray, epoch: IntArray) -> bool:
-        """Leave this access's stamps; True if lanes of several waves met at a byte."""
-        before = stamps[index]
-        other = (before // 256 == epoch) & (before != mine)
+    def _others(
+        self, stamps: IntArray, index: IntArray, mine: IntArray, epoch: IntArray
+    ) -> NDArray[np.bool_]:
+        """Which bytes another wave has touched since the last barrier."""
+        seen = stamps[index]
+        others: NDArray[np.bool_] = (seen // 256 == epoch) & (seen != mine)
+        return others
+
+    def _stamp(self, stamps: IntArray, index: IntArray, mine: IntArray, epoch: IntArray) -> None:
+        """Leave this access's stamps; bytes that several waves touched get one of their own."""
+        other = self._others(stamps, index, mine, epoch)
         stamp = np.where(other, epoch * 256 + _MULTIPLE, mine)
         stamps[index] = stamp
         met = stamps[index] != stamp
         if met.any():
             stamps[index[met]] = np.broadcast_to(epoch, index.shape)[met] * 256 + _MULTIPLE
-            return True
-        return False
 
     def invalidate(self, address: UInt64Array, workgroup: IntArray, size: int) -> None:
         """Forget what is there: the target of an asynchronous copy until it has been waited for."""

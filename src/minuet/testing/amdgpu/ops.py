@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minuet.testing.amdgpu.floats import bf16_to_f32, f32_to_bf16
 from minuet.testing.amdgpu.ir import BINARY, CASTS, Instruction
@@ -23,6 +24,27 @@ from minuet.testing.amdgpu.types import (
 )
 
 Pure = Callable[..., Value]  # operand arrays to the result array
+
+
+def to_bytes(value: Value) -> NDArray[np.uint8]:
+    """[lanes, bytes] of a value in memory."""
+    if value.dtype == np.bool_:
+        value = value.astype(np.uint8)
+    flat = np.ascontiguousarray(value).reshape(value.shape[0], -1)
+    return flat.view(np.uint8)
+
+
+def from_bytes(data: NDArray[np.uint8], kind: Type) -> Value:
+    """The inverse for one type."""
+    if isinstance(kind, Struct):
+        raise SimulationError("loads of structures are not modelled")
+    scalar = scalar_of(kind)
+    if isinstance(scalar, Ptr) and size_of(scalar) == 4:
+        return data.view(np.uint32)[:, 0].astype(np.uint64)
+    if scalar == Int(1):
+        return data.astype(bool)[:, 0] if scalar is kind else data.astype(bool)
+    values = np.ascontiguousarray(data).view(dtype_of(scalar))
+    return values if kind is not scalar else values[:, 0]
 
 
 def is_bf16(t: Type) -> bool:

@@ -2,14 +2,11 @@
 
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from minuet.testing.amdgpu import intrinsics, ops
 from minuet.testing.amdgpu.intrinsics import Call
 from minuet.testing.amdgpu.ir import Block, Function, Instruction
 from minuet.testing.amdgpu.state import Executor, Front, SimulationError, Value
-from minuet.testing.amdgpu.types import Int, Ptr, Struct, Type, dtype_of, scalar_of, size_of
+from minuet.testing.amdgpu.types import Ptr
 
 Step = Callable[[Executor, Front], Value]
 
@@ -23,6 +20,7 @@ class Program:
         self.index = {block.name: number for number, block in enumerate(self.blocks)}
         self.steps = [[self._step(i) for i in block.code] for block in self.blocks]
         self.outside = _used_outside(self.blocks)
+        self.callees = {i.extra for b in self.blocks for i in b.code if i.op == "call"}
 
     def _step(self, instruction: Instruction) -> tuple[str, Step | None]:
         pure = ops.build(instruction)
@@ -113,24 +111,3 @@ def _atomic_step(instruction: Instruction) -> Step:
         return machine.atomic(front, address, value, kind, space.space, instruction.extra)
 
     return step
-
-
-def to_bytes(value: Value) -> NDArray[np.uint8]:
-    """[lanes, bytes] of a value in memory."""
-    if value.dtype == np.bool_:
-        value = value.astype(np.uint8)
-    flat = np.ascontiguousarray(value).reshape(value.shape[0], -1)
-    return flat.view(np.uint8)
-
-
-def from_bytes(data: NDArray[np.uint8], kind: Type) -> Value:
-    """The inverse for one type."""
-    if isinstance(kind, Struct):
-        raise SimulationError("loads of structures are not modelled")
-    scalar = scalar_of(kind)
-    if isinstance(scalar, Ptr) and size_of(scalar) == 4:
-        return data.view(np.uint32)[:, 0].astype(np.uint64)
-    if scalar == Int(1):
-        return data.astype(bool)[:, 0] if scalar is kind else data.astype(bool)
-    values = np.ascontiguousarray(data).view(dtype_of(scalar))
-    return values if kind is not scalar else values[:, 0]

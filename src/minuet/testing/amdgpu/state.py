@@ -117,12 +117,14 @@ class Executor(Protocol):
         workitem_ids: per axis, [lanes].
         workgroup: [lanes] index of each lane's workgroup in the batch.
         wave_in_group: [lanes] number of each lane's wave within its workgroup.
+        hidden_arguments: address of the hidden kernel arguments.
     """
 
     workgroup_ids: list[NDArray[np.uint32]]
     workitem_ids: list[NDArray[np.uint32]]
     workgroup: IntArray
     wave_in_group: IntArray
+    hidden_arguments: int
 
     def get(self, operand: Any) -> Value:
         """Value of an operand in the lanes of the current front."""
