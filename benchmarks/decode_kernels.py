@@ -11,19 +11,17 @@ README.md.
 import argparse
 import json
 import math
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu_timing import CALLS, REPLAYS, ceilings, compare, header, plain_read
 
 from minuet.attention.backends.triton import config, launch
 from minuet.attention.backends.triton.step import Plan, Planner, StepShape
@@ -37,9 +35,12 @@ DEVICE = torch.device("cuda")
 DIM = PAGE = 128
 TOP = 16
 COLD_BYTES, MOST_SETS = 300e6, 72  # together the sets of a cell exceed the L2 cache several times
-CALLS, REPLAYS = 40, 9
 SIZES = ((1, 8192), (4, 8192), (16, 8192), (64, 8192), (4, 131072), (32, 131072))
 POOL_PAGES = 32 * 131072 // PAGE
+METHOD = (
+    f"CUDA-graph replay of >= {CALLS} calls, median of {REPLAYS} replays, contenders alternate; "
+    f"sets of random pages >= {COLD_BYTES / 1e6:.0f} MB or {MOST_SETS} sets"
+)
 CU = 0  # compute units to plan for; 0: the device's
 
 
@@ -71,76 +72,6 @@ CASES = {
         Case("sparse-bf16", DType.BF16, DType.BF16),
     )
 }
-
-
-# --- timing --------------------------------------------------------------------------------------
-
-
-def captured(call: Callable[[int], object], sets: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of calls over the sets in turn, and their number."""
-    calls = max(CALLS, sets)
-    for i in range(min(sets, 3)):
-        call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i % sets)
-    return graph, calls
-
-
-def compare(contenders: dict[str, Callable[[int], object]], sets: int) -> dict[str, float]:
-    """Median microseconds per call of each contender; replays alternate."""
-    graphs = {name: captured(call, sets) for name, call in contenders.items()}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for replay in range(REPLAYS + 1):
-        for name, (graph, calls) in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            if replay:  # the first is warm-up
-                times[name].append(start.elapsed_time(end) * 1e3 / calls)
-    return {name: round(sorted(t)[len(t) // 2], 2) for name, t in times.items()}
-
-
-@triton.jit(do_not_specialize=["first", "stretches"])
-def _read(x, out, first, stretches, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    stretch = (first + program) % stretches
-    seen = tl.zeros((BLOCK,), tl.int32)
-    for i in tl.static_range(ROWS):
-        seen ^= tl.load(x + (stretch * ROWS + i) * BLOCK + tl.arange(0, BLOCK))
-    tl.store(out + program, tl.max(seen, 0))
-
-
-def plain_read(memory: torch.Tensor, num_bytes: int, sets: int) -> Callable[[int], object]:
-    """Read ``num_bytes`` in order, other bytes for each set; around the end if need be."""
-    words = memory.view(torch.uint8).view(-1).view(torch.int32)
-    rows, block = (1, 2048) if num_bytes < 8e6 else (8, 4096)
-    programs = max(1, round(num_bytes / 4 / (rows * block)))
-    stretches = words.numel() // (rows * block)
-    out = torch.empty(programs, dtype=torch.int32, device=DEVICE)
-
-    def call(i: int) -> None:
-        first = i * programs % stretches
-        _read[(programs,)](words, out, first, stretches, ROWS=rows, BLOCK=block, num_warps=8)
-
-    return call
-
-
-def ceilings(memory: torch.Tensor) -> dict[str, float]:
-    """Read and copy bandwidth in TB/s, the best this process sees."""
-    words = memory.view(torch.uint8).view(-1).view(torch.int32)
-    target = torch.empty_like(words)
-    size = words.numel() * 4
-    read = plain_read(memory, size, 1)
-    times = compare({"read": read, "copy": lambda i: target.copy_(words)}, 1)
-    return {
-        "read_tbs": round(size / times["read"] / 1e6, 3),
-        "copy_tbs": round(2 * size / times["copy"] / 1e6, 3),
-    }
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -330,28 +261,6 @@ def uneven(pool: Pool, target: config.Target, ceiling: float) -> Iterator[dict[s
         }  # fmt: skip
 
 
-def header(command: list[str]) -> dict[str, object]:
-    """What the numbers were measured with."""
-
-    def output(*args: str) -> str:
-        done = subprocess.run(args, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    clocks = output("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader")
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "card": torch.cuda.get_device_name(),
-        "driver": driver,
-        "clocks_at_start": clocks,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "command": " ".join(Path(word).name if "/" in word else word for word in command),
-        "method": f"CUDA-graph replay of >= {CALLS} calls, median of {REPLAYS} replays, contenders "
-        f"alternate; sets of random pages >= {COLD_BYTES / 1e6:.0f} MB or {MOST_SETS} sets",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -365,7 +274,10 @@ def main() -> None:
         sizes = tuple(tuple(map(int, s.split("x"))) for s in args.sizes.split(","))
     torch.manual_seed(0)
     pool, target = Pool(), config.TARGETS[launch.arch_name(DEVICE)]
-    report: dict[str, object] = {"header": header(sys.argv) | {"commit": args.commit}, "rows": []}
+    report: dict[str, object] = {
+        "header": header(sys.argv, METHOD) | {"commit": args.commit},
+        "rows": [],
+    }
     limits = ceilings(pool.values("k", DType.BF16))
     report["header"] |= {"ceilings": limits}
     print(report["header"], flush=True)

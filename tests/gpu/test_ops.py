@@ -1,0 +1,131 @@
+"""The operations of a layer on a GPU: the conformance suite, M3's sizes, graphs, compilations."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from minuet.ops.table import REFERENCE, ops_for
+from minuet.ops.triton import launch
+from tests.gpu.support import GPU, counted_compilations, device
+from tests.ops.conformance import Bench, Sizes, checks, make_experts, moe_sum, poisoned
+
+pytestmark = [pytest.mark.gpu, GPU]
+
+SLICE = Sizes(hidden=6144, experts=128, top_k=4, width=768, shared=768)  # M3, one of four ranks
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def bench(dtype=torch.bfloat16, batch_invariant=False) -> Bench:
+    ops = ops_for("triton", batch_invariant=batch_invariant)
+    return Bench(ops, device(), dtype, TOLERANCE[dtype])
+
+
+NAMES = list(checks(None, None, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_agrees_with_plain_torch(name, dtype):
+    checks(bench(dtype), bench(dtype, batch_invariant=True), launch)[name]()
+
+
+@pytest.fixture(scope="module")
+def slice_experts():
+    """Experts of M3's size, drawn on the device."""
+    small = make_experts(bench(), replace(SLICE, experts=2, width=16, shared=16))
+
+    def matrix(*shape: int) -> torch.Tensor:
+        out = torch.empty(shape, dtype=torch.bfloat16, device=device())
+        return out.normal_(0.0, shape[-1] ** -0.5)
+
+    h, e, i = SLICE.hidden, SLICE.experts, SLICE.width
+    return replace(
+        small,
+        router=torch.randn(e, h, device=device()) * 1.5 * h**-0.5,
+        bias=torch.randn(e, device=device()) * 0.1,
+        gate_up=matrix(e, 2 * i, h),
+        down=matrix(e, h, i),
+        shared_gate_up=matrix(2 * i, h),
+        shared_down=matrix(h, i),
+    )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 65, 513, 1500, 3000])
+def test_experts_of_the_models_size_agree_with_plain_torch(slice_experts, tokens, batch_invariant):
+    on_gpu, experts = bench(batch_invariant=batch_invariant), slice_experts
+    x = on_gpu.random(tokens, SLICE.hidden, seed=tokens)
+    with poisoned():
+        got = moe_sum(on_gpu.ops, x, experts)
+    want = moe_sum(ops_for(REFERENCE), x, experts)
+    assert torch.isfinite(got).all()
+    errors = ((got - want).double().norm(dim=1) / want.double().norm(dim=1)).sort().values
+    # two experts may score the same but for rounding: one token in thousands chooses the other
+    assert float(errors[-1 - tokens // 500]) <= on_gpu.tolerance
+
+
+def test_a_row_is_the_same_alone_and_among_others(slice_experts):
+    on_gpu, experts = bench(batch_invariant=True), slice_experts
+    x = on_gpu.random(700, SLICE.hidden)
+    whole = moe_sum(on_gpu.ops, x, experts)
+    for rows in ([0], [699], list(range(17, 81)), list(range(300, 470))):
+        assert torch.equal(moe_sum(on_gpu.ops, x[rows], experts), whole[rows])
+
+
+def test_results_do_not_change_between_runs(slice_experts):
+    on_gpu, experts = bench(), slice_experts
+    for tokens in (4, 64, 600):
+        x = on_gpu.random(tokens, SLICE.hidden)
+        first = moe_sum(on_gpu.ops, x, experts)
+        for _ in range(5):
+            assert torch.equal(moe_sum(on_gpu.ops, x, experts), first)
+
+
+def layer(ops, x, delta, weight, experts, positions, frequencies):
+    """What a layer asks of the table."""
+    total, normed = ops.add_norm(x, delta, weight, 1e-6)
+    gated = ops.swiglu(torch.cat((normed, normed), 1), 1.702, 7.0)
+    parts = ops.moe(normed, experts)
+    return *ops.add_norm(total, parts, weight, 1e-6), gated, *ops.cos_sin(positions, frequencies)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_a_captured_layer_replays_the_eager_one_to_the_bit(slice_experts, tokens):
+    on_gpu, experts = bench(), slice_experts
+    x, delta = on_gpu.random(tokens, SLICE.hidden), on_gpu.random(tokens, SLICE.hidden, seed=2)
+    weight = on_gpu.random(SLICE.hidden, seed=3).float()
+    positions = torch.arange(tokens, device=device())
+    frequencies = torch.rand(32, device=device())
+    inputs = (on_gpu.ops, x, delta, weight, experts, positions, frequencies)
+    layer(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = layer(*inputs)
+    for seed in (5, 6):
+        x.copy_(on_gpu.random(tokens, SLICE.hidden, seed=seed))
+        positions.add_(1000)
+        for out in replayed:
+            out.fill_(float("nan"))
+        graph.replay()
+        for got, want in zip(replayed, layer(*inputs), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_nothing_compiles_after_one_step_of_every_rung(slice_experts):
+    on_gpu, experts = bench(), slice_experts
+    weight = on_gpu.random(SLICE.hidden, seed=3).float()
+    frequencies = torch.rand(32, device=device())
+
+    def step(tokens: int) -> None:
+        x = on_gpu.random(tokens, SLICE.hidden)
+        layer(on_gpu.ops, x, x, weight, experts, torch.arange(tokens, device=device()), frequencies)
+
+    for tokens in (*on_gpu.ops.rungs, on_gpu.ops.rungs[-1] + 1):
+        step(tokens)
+    with counted_compilations() as compilations:
+        for tokens in (2, 3, 7, 16, 33, 48, 64, 100, 128, 511, 1023, 1024, 1777, 2048, 2500):
+            step(tokens)
+    assert not compilations

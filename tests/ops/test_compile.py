@@ -1,0 +1,46 @@
+"""Every operation compiles for every arch it is written for, at M3's sizes, without spills."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from minuet.platform.arch import get
+from tests.attention.triton_compile import compile_launch
+from tests.ops.triton_compile import launches
+
+pytestmark = pytest.mark.compile
+
+MATRIX = ("router_logits", "experts_up", "experts_down")
+# sine and cosine of large angles: the library keeps a table of 2 / pi on the stack
+STACK_BYTES = {"cos_sin": 64}
+
+STEPS = [
+    *(("sm90", 4, name) for name in (*MATRIX, "route_step", "add_norm", "add_norm_parts")),
+    *(("sm90", 4, name) for name in ("gate", "cos_sin")),
+    *(("sm90", 64, name) for name in ("route_step",)),
+    *(("sm90", 8192, name) for name in (*MATRIX, "route_tokens", "route_layout", "route_rows")),
+    *(
+        (arch, tokens, name)
+        for arch in ("gfx942", "gfx950", "gfx1250")
+        for tokens, names in (
+            (4, (*MATRIX, "route_step", "add_norm_parts", "cos_sin", "gate")),
+            (8192, ("experts_up", "route_rows")),
+        )
+        for name in names
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "tokens", "name"), STEPS)
+def test_an_operation_compiles_within_its_limits(arch, tokens, name):
+    found = compile_launch(launches(arch, tokens)[name], arch).resources
+    allowed = STACK_BYTES.get(name, 0)
+    assert found["stack_bytes"] <= allowed, "spills to memory"
+    if not allowed:
+        assert found["local"] == 0, "local memory"
+    assert found["shared_bytes"] <= get(arch).shared_memory_bytes
+    if name in MATRIX:
+        assert found["matrix"] > 0, "no matrix instructions"
+    if arch == "sm90" and name.startswith("experts"):
+        assert found["shared_byte_loads"] == 0
+        assert found["async_copies"] > 0, "weights do not come through the pipeline"
