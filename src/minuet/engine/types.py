@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from minuet.errors import RequestError
 
+# Shares and draws are named tuples: one of each is made per row and step, and a frozen dataclass
+# costs three times as much to make.
+#
 # S  sequences of a step;  T  query tokens of a step;  V  vocabulary
 
 NOT_FINITE = "the model produced non-finite logits for this request"
@@ -203,8 +206,7 @@ class Request:
         return head + self.draft_token_ids[max(start - known, 0) : max(stop - known, 0)]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """The share of one request in a step.
 
     Attributes:
@@ -254,8 +256,7 @@ class Step:
         return sum(s.num_tokens for s in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What a step drew for one request.
 
     Attributes:
