@@ -21,6 +21,7 @@ from minuet.attention.workspace import WorkspaceLayout
 from minuet.config import Config, Options, Source
 from minuet.errors import Refusal, RefusedError
 from minuet.kv.layout import Form, KVLayout
+from minuet.ops.triton import spec as triton_ops
 from minuet.planning.kernels import PLAIN, Call, Features
 from minuet.planning.memory import MemoryPlan
 from minuet.planning.model import ModelFacts
@@ -125,7 +126,24 @@ class ExecutionPlan:
             replace(r, remedy=remedy, flag=flag, value=backend) if backend and not r.remedy else r
             for r in dict.fromkeys(found)
         )
-        return (*kernels, *self._too_many_ranks(), *self._graphs_to_capture())
+        return (
+            *kernels,
+            *self._operations(),
+            *self._too_many_ranks(),
+            *self._graphs_to_capture(),
+        )
+
+    def _operations(self) -> tuple[Refusal, ...]:
+        """What the operations outside attention do not cover; plain torch covers everything."""
+        if self.arch.ops != triton_ops.NAME:
+            return ()
+        experts = self.facts.experts
+        return triton_ops.covers(
+            self.config.dtype,
+            self.facts.hidden,
+            experts.count if experts else 0,
+            experts.per_token if experts else 0,
+        )
 
     def _too_many_ranks(self) -> tuple[Refusal, ...]:
         ranks = self.config.tensor_parallel_size
