@@ -119,10 +119,12 @@ class Model(torch.nn.Module):
             tensor.requires_grad_(not path.endswith(".bias"))
             self.named[path] = tensor
         self._frequencies = inverse_frequencies(spec.rotary_dim, spec.rope_theta, device)
-        wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = (
-            torch.compile if fuse else lambda function: function
-        )
-        self._norm, self._rotate, self._act = map(wrap, (norm, norm_and_rotate, swiglu_oai))
+        parts: list[Callable[..., Tensor]] = [norm, norm_and_rotate, swiglu_oai]
+        if fuse:
+            # few graphs for many shapes; the limit is for the kinds of call, which are few as well
+            torch._dynamo.config.recompile_limit = 64
+            parts = [torch.compile(part, dynamic=True) for part in parts]
+        self._norm, self._rotate, self._act = parts
 
     def forward(self, tokens: Tensor, how: Pass) -> tuple[Tensor, Report]:
         """Hidden states after the final norm.
@@ -262,9 +264,12 @@ class Model(torch.nn.Module):
 def _initial(path: str, shape: torch.Size, spec: M3Spec, generator: torch.Generator) -> Tensor:
     """Initial weights: zero for norms (gain 1) and biases, ``1/sqrt(columns)`` else.
 
-    Matrices that write to the residual stream are smaller by ``sqrt(2 * layers)``.
+    Matrices that write to the residual stream are smaller by ``sqrt(2 * layers)``. Normed queries
+    and keys begin with a gain that lets attention be sharp: scores up to ``sqrt(128) * 1.25 ** 2``.
     """
     name = path.rpartition(".")[2]
+    if name.endswith(("q_norm", "k_norm")):
+        return torch.full(shape, 0.25)
     if name.endswith("norm") or name == "bias":
         return torch.zeros(shape)
     std = shape[-1] ** -0.5

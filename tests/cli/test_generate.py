@@ -55,6 +55,28 @@ def test_a_prompts_file_may_mix_text_and_objects_with_their_own_fields(folder, c
     assert [len(json.loads(line)["token_ids"]) for line in out.splitlines()] == [5, 2, 5]
 
 
+def test_chat_puts_a_text_into_the_models_template_and_leaves_ids_alone(folder, capsys):
+    code, out, _ = run(
+        capsys, folder, *COMMON, "--json", "--quiet", "--chat", "--prompt", "17 * 23",
+        "--prompt-token-ids", "5,6",
+    )  # fmt: skip
+    assert code == 0
+    message, ids = (json.loads(line)["prompt_token_ids"] for line in out.splitlines())
+    text = Tokenizer.load(folder).decode(message, skip_special=False)
+    assert text.startswith("]~!b[]~b]system\n")
+    assert text.endswith("]~b]user\n17 * 23[e~[\n]~b]ai\n")
+    assert ids == [5, 6]
+
+
+def test_chat_without_a_template_is_refused(capsys, checkpoint, tmp_path):
+    for path in checkpoint("tiny").iterdir():
+        if path.name != "chat_template.jinja":
+            (tmp_path / path.name).symlink_to(path)
+    code, _, err = run(capsys, tmp_path, *COMMON, "--chat", "--prompt", "x")
+    assert code != 0
+    assert "--chat needs a model with a chat template" in err
+
+
 def test_one_bad_prompt_fails_alone_and_the_exit_code_says_so(folder, capsys):
     code, out, _ = run(
         capsys, folder, *COMMON, "--json", "--quiet", "--prompt-token-ids", "5,6",

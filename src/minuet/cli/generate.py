@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from minuet.cli import options
+from minuet.config import Options
 from minuet.errors import ConfigError, RequestError
 
 SUMMARY = "Answer prompts from the command line, without a server."
 EXAMPLES = """examples:
+  minuet generate --chat --prompt '17 * 23'
   minuet generate CHECKPOINT --prompt 'Once upon a time' --max-tokens 32
   minuet generate CHECKPOINT --prompt-token-ids 1,2,3 --logprobs 3 --json
   minuet generate CHECKPOINT --prompts-file prompts.txt --kv-cache-dtype fp8
@@ -18,6 +20,7 @@ EXAMPLES = """examples:
 
 A prompts file has one prompt per line: text, or a JSON object with `prompt` (text or token ids) and
 any sampling field (`{"prompt": "Hi", "max_tokens": 8, "seed": 1}`), which wins over the flags.
+With --chat, a text is a user's message, and the model's chat template goes around it.
 With --json, one object per request goes to stdout, in the order of the prompts. Exit code 1 if a
 request ended with an error; the others are answered all the same.
 """
@@ -53,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--prompts-file", type=Path, metavar="FILE", help="a prompt per line, see below"
     )
+    prompts.add_argument(
+        "--chat", action="store_true", help="prompts are messages to a chat model, not bare text"
+    )
     sampling = parser.add_argument_group("sampling")
     for name, (kind, text) in _SAMPLING.items():
         sampling.add_argument("--" + name.replace("_", "-"), type=kind, help=text)
@@ -80,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     chosen = options.read(args)
     # before torch is imported: a misspelt field should not cost the seconds of loading a model
     jobs = _jobs(args)
+    prompts = [prompt for prompt, _ in jobs]
+    if args.chat:
+        prompts = _in_template(chosen, prompts)
     params = [_params(wanted) for _, wanted in jobs]
 
     from minuet.engine.llm import LLM
@@ -91,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     llm = LLM.over(start(chosen, announce))
     outputs = llm.generate(
-        [prompt for prompt, _ in jobs],
+        prompts,
         params,
         progress=not args.quiet and sys.stderr.isatty(),
         on_error="return",
@@ -130,6 +139,31 @@ def _jobs(args: argparse.Namespace) -> list[tuple[Any, dict[str, Any]]]:
             remedy="give --prompt TEXT, --prompt-token-ids 1,2,3 or --prompts-file FILE",
         )
     return jobs
+
+
+def _in_template(chosen: Options, prompts: list[Any]) -> list[Any]:
+    """Texts as conversations of one message, in tokens; token ids stay as they are."""
+    from minuet.models.tokenizer import Tokenizer
+    from minuet.server import template
+
+    folder = options.model_of(chosen).folder
+    found = None
+    if folder is not None:
+        tokenizer = Tokenizer.load(folder)
+        found = template.load(folder, "", tokenizer.added_texts, tokenizer.encode)
+    if found is None:
+        raise ConfigError(
+            "--chat needs a model with a chat template",
+            got=chosen["model"],
+            expected="a folder with chat_template.jinja",
+            remedy="leave --chat out, and write the template's text into the prompt",
+        )
+    return [
+        found.render([{"role": "user", "content": prompt}]).token_ids
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
 
 
 def _ids(text: str, flag: str) -> list[int]:

@@ -1,7 +1,8 @@
 """Which code serves an architecture, and how a model named by a user becomes facts. No torch.
 
-A model is named by a folder with a ``config.json``, by a config file, or by a preset shipped here
-(a config without weights, enough for ``minuet explain`` and for ``--load-format dummy``).
+A model is named by a folder with a ``config.json``, by a config file, or by a name of what ships
+here: a complete checkpoint (``bundled/``: minuet-tiny, see docs/minuet-tiny.md), or a preset, a
+config without weights, enough for ``minuet explain`` and for ``--load-format dummy``.
 """
 
 import importlib
@@ -15,6 +16,7 @@ from minuet.errors import ConfigError
 from minuet.planning.model import ModelFacts
 
 _PRESETS = Path(__file__).parent / "presets"
+_BUNDLED = Path(__file__).parent / "bundled"
 
 # architecture string -> package with spec.py (parse), facts.py (facts) and model.py (Model)
 _MODELS: Mapping[str, str] = {
@@ -48,6 +50,11 @@ class ModelSource:
 def preset_names() -> tuple[str, ...]:
     """Configs that ship with the package."""
     return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
+
+
+def bundled_names() -> tuple[str, ...]:
+    """Complete checkpoints that ship with the package."""
+    return tuple(sorted(path.parent.name for path in _BUNDLED.glob("*/config.json")))
 
 
 def find(name: str) -> ModelSource:
@@ -84,12 +91,14 @@ def _locate(name: str) -> tuple[Path, Path | None]:
         return path / "config.json", path
     if path.is_file():
         return path, None
+    if name in bundled_names():
+        return _BUNDLED / name / "config.json", _BUNDLED / name
     if name in preset_names():
         return _PRESETS / f"{name}.json", None
     raise ConfigError(
         "no such model",
         got=name,
-        expected="a folder with config.json, a config file, or a preset: "
-        + ", ".join(preset_names()),
+        expected="a folder with config.json, a config file, a bundled model or a preset: "
+        + ", ".join((*bundled_names(), *preset_names())),
         remedy="download the checkpoint to a local folder and name that folder",
     )
