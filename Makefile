@@ -79,7 +79,8 @@ lint: $(STAMP_EXTRAS) ## ruff, codespell, shellcheck, declared dependencies, fil
 	git ls-files --cached --others --exclude-standard -z | xargs -0 $(BIN)/codespell
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 	$(BIN)/deptry src
-	git ls-files -z | xargs -0 $(BIN)/check-added-large-files --enforce-all --maxkb=1024
+	git ls-files -z ':!src/minuet/models/bundled/*.safetensors' | \
+	  xargs -0 $(BIN)/check-added-large-files --enforce-all --maxkb=1024
 
 .PHONY: types
 types: $(STAMP_EXTRAS) ## mypy, strict

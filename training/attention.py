@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# --- attention over chosen blocks ------------------------------------------------------------------
+# --- attention over chosen blocks ----------------------------------------------------------
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int) -> Tensor:
@@ -80,7 +80,7 @@ def _causal_tiles(T: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return counts[None, None], indices.contiguous()[None, None]
 
 
-# --- which blocks ----------------------------------------------------------------------------------
+# --- which blocks ----------------------------------------------------------
 
 
 def block_scores(index_q: Tensor, index_k: Tensor, positions: Tensor, block: int) -> Tensor:
@@ -95,7 +95,7 @@ def block_scores(index_q: Tensor, index_k: Tensor, positions: Tensor, block: int
     Returns:
         [B, K, M, N], ``-inf`` for blocks after the query.
     """
-    B, T, D = index_k.shape
+    T, D = index_k.shape[1:]
     N = math.ceil(T / block)
     scores = torch.einsum("bmkd,btd->bkmt", index_q, index_k).float() * D**-0.5
     later = torch.arange(T, device=index_k.device) > positions[:, None, :, None]
@@ -148,7 +148,7 @@ def select(index_q: Tensor, index_k: Tensor, block: int, top_blocks: int) -> Ten
     return torch.cat(parts, dim=2)
 
 
-# --- what the indexer learns from -------------------------------------------------------------------
+# --- what the indexer learns from ----------------------------------------------------------
 
 
 @torch.no_grad()

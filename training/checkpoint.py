@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from minuet.dtypes import parse_compute_dtype
 from minuet.models.m3.export import weight_entries, write_shards
 from minuet.models.m3.sample_tokenizer import BOS, EOS, PAD, marker_ids, write_tokenizer
-from tokenizers import Tokenizer
-
 from training.model import Model
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
+
 from minuet.evals import tasks
 from minuet.evals.tasks.base import Problem, Split
 from minuet.models.m3.sample_tokenizer import EOS, PAD, TURN, chat_template
 from minuet.server.template import Template
-from tokenizers import Tokenizer
 
 SHORT = 448
 """Tokens of a row of short conversations."""
@@ -93,7 +94,7 @@ class Rows:
             tokens[number, :size], kinds[number, :size] = ids[:size], how[:size]
         return Batch(tokens, kinds)
 
-    # --- one row ---------------------------------------------------------------------------------
+    # --- one row ----------------------------------------------------------
 
     def conversation(
         self,
@@ -151,9 +152,7 @@ class Rows:
                 for asked, reply in turns[:-1]
             ] + turns[-1:]
         messages = [message for turn in turns for message in turn]
-        return self.conversation(
-            messages, mode=mode, untaught=len(turns) - 1 if forgetful else 0
-        )
+        return self.conversation(messages, mode=mode, untaught=len(turns) - 1 if forgetful else 0)
 
     def _turn_of(self, mode: str) -> tuple[Mapping[str, Any], dict[str, Any]]:
         task = self._rng.choices(list(_TASK_SHARES), list(_TASK_SHARES.values()))[0]
@@ -204,7 +203,7 @@ class Rows:
         return self.conversation(messages, mode=mode)
 
 
-# --- ahead of the GPU --------------------------------------------------------------------------------
+# --- ahead of the GPU ----------------------------------------------------------
 
 
 @dataclass(frozen=True)

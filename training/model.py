@@ -8,8 +8,8 @@ B rows, T tokens of a row, Q query heads, K KV heads, D head dim, E experts, W h
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ class Report:
     loads: list[Tensor] = field(default_factory=list)
 
 
-# --- element by element: fused by torch.compile on a GPU ---------------------------------------------
+# --- element by element: fused by torch.compile on a GPU ----------------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -119,7 +119,7 @@ class Model(torch.nn.Module):
             tensor.requires_grad_(not path.endswith(".bias"))
             self.named[path] = tensor
         self._frequencies = inverse_frequencies(spec.rotary_dim, spec.rope_theta, device)
-        parts: list[Callable[..., Tensor]] = [norm, norm_and_rotate, swiglu_oai]
+        parts: list[Any] = [norm, norm_and_rotate, swiglu_oai]
         if fuse:
             # few graphs for many shapes; the limit is for the kinds of call, which are few as well
             torch._dynamo.config.recompile_limit = 64
@@ -200,7 +200,7 @@ class Model(torch.nn.Module):
         """
         spec = self.spec
         B, T, _ = normed.shape
-        dense = not how.top_blocks or T <= how.top_blocks * spec.block
+        dense = not how.top_blocks or how.top_blocks * spec.block >= T
         if dense and how.watched is None:
             return None
         assert layer.index_q_norm is not None

@@ -2,10 +2,11 @@
 
 import re
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from minuet.evals import tasks
 from minuet.models.m3.sample_tokenizer import MARKERS, add_markers, chat_template
 from minuet.server.template import Template
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB = 1280
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from minuet.evals import tasks
 from minuet.models.m3.export import Shape, config_json
 from minuet.models.m3.sample_tokenizer import marker_ids
 from minuet.models.m3.spec import M3Spec, parse
 from minuet.models.m3.weights import packed_rows
-from torch import Tensor
-
 from training import checkpoint, tokenizer
-from training.data import SHORT, Batch, Feed, Rows, Step
+from training.data import Batch, Feed, Rows, Step
 from training.model import Model, Pass, Report
 from training.optim import Optimizer
 
@@ -133,9 +133,7 @@ TINY = Shape(
     max_positions=16384,
     dtype="bfloat16",
 )
-PAIRED = replace(
-    TINY, layers=3, hidden=192, heads=32, kv_heads=2, expert_width=64, dense_width=384
-)
+PAIRED = replace(TINY, layers=3, hidden=192, heads=32, kv_heads=2, expert_width=64, dense_width=384)
 
 _FULL = (
     Stage("near", 1200, (512, 1024), 32768, 64, sparse=False, index=True),
@@ -161,7 +159,7 @@ PLANS = {
 }
 
 
-# --- one step ----------------------------------------------------------------------------------------
+# --- one step ----------------------------------------------------------
 
 
 def watched(weights: Tensor, count: int) -> Tensor:
@@ -271,9 +269,7 @@ class Trainer:
         for name, batch in zip(("short", "long"), batches, strict=False):
             how = Pass(self.spec.top_blocks if stage.sparse else 0, selected=self._selected)
             index = stage.index and name == "long"
-            loss, right, report = losses(
-                self.model, batch, how, self.plan.text_weight, index=index
-            )
+            loss, right, report = losses(self.model, batch, how, self.plan.text_weight, index=index)
             values |= {f"{name}_loss": loss.detach(), f"{name}_right": right}
             if report.index_losses:
                 learned = torch.stack(report.index_losses).mean()
@@ -294,7 +290,7 @@ class Trainer:
         means = {name: round(float(value) / every, 4) for name, value in sums.items()}
         self.log(step=done, stage=stage.name, waited=round(waited, 2), **means)
 
-    # --- evaluation ----------------------------------------------------------------------------------
+    # --- evaluation ----------------------------------------------------------
 
     def evaluate(self, *, quick: bool = False) -> dict[str, Any]:
         """Accuracy on held-out problems: the share whose whole reply is the most likely, token by
@@ -349,9 +345,7 @@ class Trainer:
         return right / len(conversations)
 
 
-def _held_out(
-    inner: Any, name: str, count: int
-) -> Iterator[tuple[list[int], list[int]]]:
+def _held_out(inner: Any, name: str, count: int) -> Iterator[tuple[list[int], list[int]]]:
     task, _, option = name.partition(" ")
     options: dict[str, Any] = {}
     if task == "arithmetic":

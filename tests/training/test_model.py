@@ -61,7 +61,10 @@ def test_both_forms_of_selected_attention_agree(heads):
 def test_an_indexer_that_scores_by_the_mass_loses_nothing():
     generator = torch.Generator().manual_seed(0)
     positions = torch.tensor([[3, 40, 63]])
-    q, k = torch.randn(1, 3, 4, 16, generator=generator), torch.randn(1, 64, 2, 16, generator=generator)
+    q, k = (
+        torch.randn(1, 3, 4, 16, generator=generator),
+        torch.randn(1, 64, 2, 16, generator=generator),
+    )
     mass = attention.block_mass(q * 3, k, positions, 8)
     assert torch.allclose(mass[:, :, 0, 1:], torch.zeros(7))
     later = torch.arange(8) > (positions // 8)[..., None]
