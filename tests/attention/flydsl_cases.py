@@ -1,4 +1,4 @@
-"""Cases of the FlyDSL backend and the specialisations they need."""
+"""Cases of the AMD kernels in the simulator, and the FlyDSL specialisations they need."""
 
 import torch
 
