@@ -69,11 +69,14 @@ def commit() -> str:
 
 
 def command(argv: Sequence[str]) -> str:
-    """The command line as a reader would type it in the root of the repository."""
+    """The command line as a reader would type it in the root of the repository.
+
+    Of absolute paths the last part is kept: where a machine keeps its files is nobody's business.
+    """
     name = Path(argv[0]).name if argv else ""
-    if name == "__main__.py" or name == "minuet":
-        return " ".join(["minuet", *argv[1:]])
-    return " ".join(["python", f"benchmarks/{name}", *argv[1:]])
+    words = [Path(word).name if word.startswith("/") else word for word in argv[1:]]
+    program = ["minuet"] if name in ("__main__.py", "minuet") else ["python", f"benchmarks/{name}"]
+    return " ".join(program + words)
 
 
 def gpus(uuid: str | None = None) -> list[dict[str, str]]:
@@ -98,7 +101,7 @@ def gpus(uuid: str | None = None) -> list[dict[str, str]]:
 
 
 def metadata(pairs: Sequence[str]) -> dict[str, str]:
-    """``KEY=VALUE`` words as they are added to a record.
+    """``KEY=VALUE`` words, of ``--metadata`` and the like, as a mapping.
 
     Raises:
         ConfigError: a word without ``=``.
@@ -107,7 +110,7 @@ def metadata(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals):
-            raise ConfigError("bad value for --metadata", got=pair, expected="KEY=VALUE")
+            raise ConfigError("bad value", got=pair, expected="KEY=VALUE")
         found[key] = value
     return found
 

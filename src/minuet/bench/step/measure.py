@@ -1,0 +1,239 @@
+"""Time prepared steps, and say what they come to beside the limit.
+
+The figures are those that compare machines: bytes per step by part, the fraction of the time below
+which no machine can read them, and what is left over per layer, ``(step - limit) / layers``.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from minuet.attention.contract import LayerKind
+from minuet.bench.record import summary
+from minuet.bench.step.cell import Cell
+from minuet.bench.step.fill import fill
+from minuet.engine.batch import build
+from minuet.engine.start import Engine
+from minuet.engine.types import Pending, Step
+from minuet.errors import ConfigError
+from minuet.kv.cache import KVCache
+from minuet.ops.moe import Experts, route
+from minuet.planning.memory import DUMMY_PAGES
+from minuet.platform.profiling import KernelTime, kernel_times
+from minuet.platform.timing import time_calls
+
+_HOST_STEPS = 20
+_PROFILED = 10
+
+
+class Runner(Protocol):
+    """What is measured: an engine's runner."""
+
+    cache: KVCache
+    model: Any
+
+    def launcher(self, step: Step) -> Callable[[], None]:
+        """A call that queues what a served step of this shape queues on the device."""
+        ...
+
+    def submit(self, step: Step) -> Pending:
+        """Start the step as the engine does, host's share included."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to look.
+
+    Attributes:
+        iters: timed steps.
+        warmup: steps before them.
+        profile: list the kernels as well.
+    """
+
+    iters: int = 100
+    warmup: int = 10
+    profile: bool = True
+
+
+def runner_of(engine: Engine) -> Runner:
+    """What executes the engine's steps."""
+    runner: Any = engine.runner
+    if not hasattr(runner, "launcher"):
+        runner.launcher = lambda step: lambda: runner.execute(step)
+    runner.model = runner._model
+    found: Runner = runner
+    return found
+
+
+def measure(
+    engine: Engine, cells: Sequence[Cell], effort: Effort, read_bytes_per_s: float, seed: int = 0
+) -> list[dict[str, Any]]:
+    """One entry per cell.
+
+    Args:
+        engine: prepared for the cells; its cache is overwritten.
+        cells: what to run.
+        effort: how long to look.
+        read_bytes_per_s: of a plain read on this device, measured before.
+        seed: of tokens, pages and cache contents.
+
+    Raises:
+        ConfigError: the pool does not hold a cell's contexts.
+    """
+    runner: Runner = runner_of(engine)
+    fill(runner.cache, seed)
+    return [_measure(engine, runner, cell, effort, read_bytes_per_s, seed) for cell in cells]
+
+
+def _measure(
+    engine: Engine, runner: Runner, cell: Cell, effort: Effort, read_bytes_per_s: float, seed: int
+) -> dict[str, Any]:
+    plan, device = engine.plan, runner.cache.layers[0].k.device
+    page_size = plan.config.block_size
+    pages = _pages(cell, runner.cache.num_pages, page_size, seed)
+    step = cell.step(pages, page_size, plan.facts.vocab, seed)
+    with torch.inference_mode():
+        launch = runner.launcher(step)
+        seconds = time_calls(launch, device, iters=effort.iters, warmup=effort.warmup)
+        kernels = kernel_times(launch, device, iters=_PROFILED) if effort.profile else []
+    experts = distinct_experts(runner, step)
+    host = [_host_step_s(runner, step) for _ in range(min(effort.iters, _HOST_STEPS))]
+    found = {
+        "phase": cell.phase.value,
+        "batch_size": cell.batch,
+        "context": cell.context,
+        "query_len": cell.query_len,
+        "step_ms": summary(seconds, 1e3),
+        "tokens_per_s": round(cell.num_tokens / float(torch.tensor(seconds).median()), 1),
+        "submit_to_result_ms": summary(host, 1e3),
+        **_against_limit(engine, cell, seconds, experts, read_bytes_per_s),
+    }
+    if kernels:
+        found["kernels"] = kernel_rows(kernels, found["step_ms"]["median"])
+    return found
+
+
+def _pages(cell: Cell, num_pages: int, page_size: int, seed: int) -> list[int]:
+    """Ids of the pages a cell uses, in no order: contexts of a long service are scattered."""
+    needed, there = cell.pages(page_size), num_pages - DUMMY_PAGES
+    if needed > there:
+        raise ConfigError(
+            f"{cell}: the pool is too small",
+            got=f"{there} pages",
+            expected=f"{needed}",
+            remedy="raise --kv-cache-pages or lower --batch-size or --context",
+        )
+    return random.Random(seed).sample(range(DUMMY_PAGES, num_pages), needed)
+
+
+def _host_step_s(runner: Runner, step: Step) -> float:
+    began = time.perf_counter()
+    runner.submit(step).results()
+    return time.perf_counter() - began
+
+
+# --- experts -------------------------------------------------------------------------------------
+
+
+def distinct_experts(runner: Runner, step: Step) -> list[int]:
+    """Experts that a step visits, per routed layer: the step is run again, outside any graph."""
+    cache, counts = runner.cache, list[int]()
+    batch = build(step, cache.layers[0].layout.page_size, cache.layers[0].k.device)
+    with torch.inference_mode(), _watched(runner.model, counts):
+        runner.model.forward(batch.token_ids, batch.attention, cache)
+    return counts
+
+
+@contextmanager
+def _watched(model: Any, counts: list[int]) -> Iterator[None]:
+    routed = [ffn for ffn in model.ffn if hasattr(ffn, "moe")]
+    inner = [ffn.moe for ffn in routed]
+
+    def watching(moe: Callable[..., Any]) -> Callable[..., Any]:
+        def call(hidden: torch.Tensor, experts: Experts) -> Any:
+            chosen, _ = route(hidden, experts.router, experts.bias, experts.top_k)
+            counts.append(int(chosen.unique().numel()))
+            return moe(hidden, experts)
+
+        return call
+
+    try:
+        for ffn in routed:
+            ffn.moe = watching(ffn.moe)
+        yield
+    finally:
+        for ffn, moe in zip(routed, inner, strict=True):
+            ffn.moe = moe
+
+
+# --- beside the limit ----------------------------------------------------------------------------
+
+
+def _against_limit(
+    engine: Engine,
+    cell: Cell,
+    seconds: Sequence[float],
+    experts: Sequence[int],
+    read_bytes_per_s: float,
+) -> dict[str, Any]:
+    plan = engine.plan
+    mean = sum(experts) / len(experts) if experts else None
+    step = cell.roofline(plan, mean)
+    limit = step.limit(plan.arch)
+    median_s = float(torch.tensor(seconds, dtype=torch.float64).median())
+    measured_s = step.bytes / read_bytes_per_s
+    limits = {"plain_read": measured_s} | ({"arch": limit.seconds} if limit else {})
+    layers = len(plan.facts.layer_kinds)
+    return {
+        "bytes": {part.name: round(part.bytes) for part in step.parts},
+        "total_bytes": round(step.bytes),
+        "gflop": round(step.flops / 1e9, 3),
+        "distinct_experts": {
+            "per_layer": list(experts),
+            "mean": None if mean is None else round(mean, 2),
+            "if_uniform": round(cell.roofline(plan).distinct_experts, 2),
+        },
+        "limit_ms": {name: round(s * 1e3, 4) for name, s in limits.items()},
+        "bound_by": limit.bound_by if limit else "memory",
+        "fraction_of_limit": {name: round(s / median_s, 4) for name, s in limits.items()},
+        "achieved_bytes_per_s": round(step.bytes / median_s),
+        "layers": {kind.value: plan.facts.count(kind) for kind in LayerKind},
+        "overhead_us_per_layer": {
+            name: round((median_s - s) * 1e6 / layers, 2) for name, s in limits.items()
+        },
+    }
+
+
+def kernel_rows(kernels: Sequence[KernelTime], step_ms: float) -> dict[str, Any]:
+    """The kernels of a step, and what their times leave of it.
+
+    Args:
+        kernels: longest first.
+        step_ms: the step's, measured without a profiler.
+
+    Returns:
+        ``rows`` with share of the step, ``sum_us``, and ``rest_us``: time in which none of them
+        ran. Negative where kernels overlap.
+    """
+    rows = [
+        {
+            "name": kernel.name,
+            "launches": round(kernel.launches, 2),
+            "us": round(kernel.seconds * 1e6, 2),
+            "share": round(kernel.seconds * 1e3 / step_ms, 4),
+        }
+        for kernel in kernels
+    ]
+    total_us = sum(kernel.seconds for kernel in kernels) * 1e6
+    return {
+        "launches": round(sum(kernel.launches for kernel in kernels), 2),
+        "sum_us": round(total_us, 2),
+        "rest_us": round(step_ms * 1e3 - total_us, 2),
+        "rows": rows,
+    }
