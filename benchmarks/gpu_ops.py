@@ -191,7 +191,7 @@ def route_row(pool: Pool, tokens: int) -> Row:
         _, shares = route(xs[0], mine.router, mine.bias, TOP)
         return error_of(routing.shares.sort(-1).values, 2 * shares.sort(-1).values, 1e-4)
 
-    no_pdl = call(replace(target, pdl=False))
+    no_pdl = call(replace(target, pdl=False, prefetch_programs=0))
     contenders = {"us": call(target), NO_PDL: no_pdl, "torch_us": torch_form}
     return Row(contenders, EXPERTS * HIDDEN * 4.0, check)
 
@@ -250,8 +250,13 @@ def moe_row(pool: Pool, tokens: int) -> Row:
             ]
         return max(errors)
 
+    def plainly(how: config.Target) -> Callable[[int], object]:
+        return lambda i: launch.moe(xs[i % INPUTS], pool.experts[i % LAYERS], target=how)
+
     contenders = {
         "us": call(ours),
+        "no_prefetch_us": plainly(replace(target, prefetch_programs=0)),
+        NO_PDL: plainly(replace(target, pdl=False, prefetch_programs=0)),
         "invariant_us": call(invariant),
         "torch_us": lambda i: torch_moe(xs[i % INPUTS], pool.experts[i % LAYERS]),
     }
@@ -317,7 +322,7 @@ def candidates(which: str, tokens: int) -> Iterator[Candidate]:
     """Tilings that fit shared memory."""
     if tokens <= 64:
         grid = itertools.product(
-            (16,), (32, 64, 128, 256), (32, 64, 128, 256), (4, 8), (2, 3, 4, 5, 6)
+            (16,), (16, 32, 64, 128), (64, 128, 256, 512), (2, 4, 8), (2, 3, 4, 5, 6)
         )
     else:
         rows = {512: (16, 32, 64), 2048: (32, 64, 128)}.get(tokens, (64, 128, 256))
@@ -326,9 +331,14 @@ def candidates(which: str, tokens: int) -> Iterator[Candidate]:
         weights = n * (2 if which == "up" else 1)
         step = (weights + rows) * c * 2
         sums = weights * rows * 4 / (warps * 32) / 4  # registers of a thread
-        if step * stages > 220 * 1024 or sums > 128 or n // (16 if n < 64 else 64) < warps // 4:
+        if (
+            step * stages > 220 * 1024
+            or sums > 128
+            or (warps == 8 and n < 128)
+            or (warps == 2 and n > 32)
+        ):
             continue
-        if tokens <= 64 and not 24 * 1024 <= step * (stages - 1) <= 160 * 1024:
+        if tokens <= 64 and not 20 * 1024 <= step * (stages - 1) <= 160 * 1024:
             continue
         if tokens > 64 and sums < 16:
             continue

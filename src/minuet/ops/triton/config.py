@@ -59,6 +59,8 @@ class Target:
         router_sums: partial sums of a score, at most.
         router_stages: depth of its pipeline.
         terms: BF16 tokens are multiplied with the FP32 router as three BF16 matrices.
+        prefetch_programs: programs of a small step's first product that fetch the shared expert's
+            weights to L2 while routing still runs, at most; 0: none.
         row_warps: warps of a program that takes a whole row.
         interpreted: runs in Triton's interpreter: matrix operands are FP32, which it gets right.
     """
@@ -71,6 +73,7 @@ class Target:
     router_sums: int = 8
     router_stages: int = 3
     terms: bool = True
+    prefetch_programs: int = 0
     row_warps: int = 8
     interpreted: bool = False
 
@@ -82,10 +85,11 @@ _LOTS = Tiling(MANY, 128, Product(64, 64, 8, 4), Product(128, 64, 8, 4))
 
 _NVIDIA = Target(
     pdl=True,
+    prefetch_programs=264,
     tilings=(_FEW, _SOME, _MORE, _LOTS),
     invariant=replace(_MORE, upto=MANY),
 )
-_SM80 = replace(_NVIDIA, pdl=False)
+_SM80 = replace(_NVIDIA, pdl=False, prefetch_programs=0)
 
 # 99 KiB of shared memory.
 _SHALLOW = tuple(
@@ -107,6 +111,7 @@ _AMD = Target(
 _INTERPRETER = replace(
     _NVIDIA,
     pdl=False,
+    prefetch_programs=0,
     terms=False,
     interpreted=True,
     tilings=(

@@ -253,15 +253,18 @@ class Routing:
     rows: Tensor
 
 
-def moe(x: Tensor, experts: Experts, *, batch_invariant: bool = False) -> Parts:
+def moe(
+    x: Tensor, experts: Experts, *, batch_invariant: bool = False, target: Target | None = None
+) -> Parts:
     """Routed and shared experts of every token.
 
     Args:
         x: [T, H] in one piece.
         experts: the FFN.
         batch_invariant: one tiling, whatever T.
+        target: launch numbers; the device's by default.
     """
-    target = target_of(x.device)
+    target = target or target_of(x.device)
     num_tokens, slots = x.shape[0], experts.top_k + 1
     values = torch.empty((num_tokens, slots, x.shape[1]), dtype=x.dtype, device=x.device)
     if not num_tokens:
@@ -470,6 +473,8 @@ def expert_launches(
             x_ptr=x,
             gate_up_ptr=experts.gate_up,
             shared_ptr=experts.shared_gate_up,
+            shared_down_ptr=experts.shared_down,
+            PREFETCH=target.prefetch_programs if shared and x.shape[0] <= _ROUTE_TOKENS[-1] else 0,
             out_ptr=inner,
             alpha=experts.alpha,
             limit=experts.limit,

@@ -6,7 +6,7 @@ Bandwidth-bound decode and matrix-bound prefill are the same code with other til
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, prefetch_lines, wait_for_previous
 from minuet.ops.triton.kernels.rows import swiglu
 
 # M rows of a tile, N output channels, C input channels of a step of the loop. The weights are the
@@ -59,6 +59,7 @@ def experts_up(
     x_ptr,  # [T, H]
     gate_up_ptr,  # [E, 2 * I, H]
     shared_ptr,  # [2 * I, H]
+    shared_down_ptr,  # [H, I]; PREFETCH only
     out_ptr,  # [tiles, M, I]
     tiles_ptr,  # [routed tiles] int32
     rows_ptr,  # [routed tiles, M] int32
@@ -68,12 +69,22 @@ def experts_up(
     limit,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``act(gate, up)`` of N channels of a tile; an expert's weights are read once per tile."""
+    """``act(gate, up)`` of N channels of a tile; an expert's weights are read once per tile.
+
+    While the routing before it still runs and memory is idle, PREFETCH programs ask for the shared
+    expert's weights, which do not depend on it.
+    """
     tiles_n: tl.constexpr = (I + N - 1) // N
     tile = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
+    if PREFETCH:
+        programs = tl.minimum(tl.num_programs(0), PREFETCH)
+        if tl.program_id(0) < programs:
+            lines: tl.constexpr = H * I * 2 // 128
+            prefetch_lines(shared_ptr, tl.program_id(0), programs, 2 * lines, 256)
+            prefetch_lines(shared_down_ptr, tl.program_id(0), programs, lines, 256)
     wait_for_previous(PDL)
     expert, rows = tile_of(tile, tiles_ptr, rows_ptr, num_tokens, shared_tiles, K, SLOTS, M)
     if expert >= 0:

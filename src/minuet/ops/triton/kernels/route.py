@@ -183,7 +183,11 @@ def route_step(
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     SLOTS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """All of a small step (at most BM tokens) in one program."""
+    """All of a small step (at most BM tokens) in one program.
+
+    The next kernel starts at once: all units but one are idle, and it has a prologue.
+    """
+    let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.arange(0, BM)
     chosen = choose(
@@ -193,7 +197,6 @@ def route_step(
     longest: tl.constexpr = (BM + TILE - 1) // TILE
     first = lay_out(tl.sum(picked, 0), tiles_ptr, rows_ptr, capacity, longest, E_PAD, TILE)
     place(chosen, picked, first, row, rows_ptr, K, K_PAD, SLOTS, E_PAD)
-    let_next_start(PDL)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
