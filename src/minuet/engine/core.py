@@ -271,7 +271,8 @@ class Core:
         self.scheduler.commit(step, checked)
         changed = []
         for share, result in zip(step.scheduled, checked, strict=True):
-            self.num_nonfinite += result.error == NOT_FINITE
+            if result.error:
+                self.num_nonfinite += result.error == NOT_FINITE
             live = self._find(share.request)
             if live is None:
                 continue  # ended while the step ran, or before it did
@@ -302,9 +303,9 @@ class Core:
     # --- one request -----------------------------------------------------------------------------
 
     def _report(self, live: _Live, start: int, result: Sampled) -> None:
-        output = live.output
-        output.num_cached_tokens = live.request.num_cached
-        output.num_preemptions = live.request.num_preemptions
+        request, output = live.request, live.output
+        output.num_cached_tokens = request.num_cached
+        output.num_preemptions = request.num_preemptions
         if result.prompt_logprobs and output.prompt_logprobs is not None:
             # a recomputed prompt reports again: positions say where an entry belongs
             output.prompt_logprobs[start + 1 :] = result.prompt_logprobs
@@ -315,13 +316,12 @@ class Core:
         # the scheduler decided how many of the drawn tokens count: a stop may come before the last
         reports = (*result.accepted_logprobs, result.logprobs)
         known = len(output.token_ids)
-        for token_id, report in zip(live.request.output_token_ids[known:], reports, strict=False):
+        for token_id, report in zip(request.output_token_ids[known:], reports, strict=False):
             output.token_ids.append(token_id)
             if output.logprobs is not None and report is not None:
                 output.logprobs.append(report)
-            grammar = live.request.grammar
-            if grammar is not None and not grammar.accept(token_id):
-                self._fail(live.request, "the drawn token does not fit the grammar")
+            if request.grammar is not None and not request.grammar.accept(token_id):
+                self._fail(request, "the drawn token does not fit the grammar")
                 break
             if live.detok is not None and self._ends_by_text(live, token_id):
                 break

@@ -49,7 +49,7 @@ class Detokenizer:
     @property
     def visible(self) -> str:
         """The text that can be shown: without a tail that may still become a stop string."""
-        if self._final:
+        if self._final or not self._stop:
             return self.text
         held = 0
         for stop in self._stop:
@@ -62,7 +62,7 @@ class Detokenizer:
     def _append(self, piece: str, may_stop: bool) -> str | None:
         before = len(self.text)
         self.text += piece
-        if not piece or not may_stop:
+        if not self._stop or not piece or not may_stop:
             return None
         # a stop string must end in the new piece: what lies wholly before has been judged
         starts = ((self.text.find(s, max(0, before - len(s) + 1)), s) for s in self._stop)

@@ -5,6 +5,7 @@ heartbeat says, whatever the loop does, how long the step under way has been run
 can tell a slow step from a stuck one, and both from an idle engine.
 """
 
+import gc
 import importlib
 import importlib.util
 import os
@@ -304,6 +305,8 @@ def main(directory: str, parent: int) -> int:
         return inbox.recv() if inbox.poll(wait_ms) else None
 
     loop = Loop(served, receive, outbox.send)
+    gc.collect()
+    gc.freeze()  # what start-up made stays: no collection between two steps walks over it again
     outbox.send(ipc.encode(served.ready))
     beating = threading.Thread(
         target=_beat, args=(context, directory, loop), name="heartbeat", daemon=True

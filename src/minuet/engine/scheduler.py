@@ -240,21 +240,27 @@ class Scheduler:
         return None if in_sequence else self._compose(behind)
 
     def _compose(self, behind: Behind) -> Step | None:
-        decoding: list[Outlook] = []
-        prefilling: list[Outlook] = []
-        for request in self._running.values():
-            place = outlook(request, behind)
-            if place is not None:
-                (decoding if self._decodes(place) else prefilling).append(place)
-        budget, running = self.max_num_batched_tokens, [*decoding, *prefilling]
-        plan = StepPlan(budget, spare=budget - len(running), ahead=bool(behind))
-        for index, place in enumerate(running):
-            if not self._extend(place, plan, decodes=index < len(decoding)):
-                plan.undo(self.pool)
-                return None
+        budget = self.max_num_batched_tokens
+        plan = StepPlan(budget, spare=budget - len(self._running), ahead=bool(behind))
+        if not self._go_on(plan, behind):
+            plan.undo(self.pool)
+            return None
         if not plan.preempted:
-            self._admit(plan, running)
+            self._admit(plan, behind)
         return self._flight.begin(plan) if plan.decodes or plan.prefills else None
+
+    def _go_on(self, plan: StepPlan, behind: Behind) -> bool:
+        """Add the running requests, decoding ones first; see :meth:`_extend`."""
+        prefilling = []
+        for request in list(self._running.values()):
+            place = outlook(request, behind)
+            if place is None:
+                continue
+            if not self._decodes(place):
+                prefilling.append(place)
+            elif not self._extend(place, plan, decodes=True):
+                return False
+        return all(self._extend(place, plan, decodes=False) for place in prefilling)
 
     def _decodes(self, place: Outlook) -> bool:
         return place.num_left <= self.num_speculative_tokens + 1 and place.start >= len(
@@ -270,8 +276,11 @@ class Scheduler:
         request, start, num_left, follows = place
         if request.arrival not in self._running:
             return True
-        limit = plan.spare + 1 if decodes else plan.budget
-        count = min(limit, num_left + len(request.draft_token_ids))
+        count, limit = num_left + len(request.draft_token_ids), plan.budget
+        if decodes:
+            limit = plan.spare + 1
+        if count > limit:
+            count = limit
         if count < 1:
             return True
         held = len(request.page_ids) * self.pool.page_size
@@ -279,8 +288,8 @@ class Scheduler:
             count = self._make_room(request, start, count, plan)
             if count < 1:
                 return not plan.ahead
-        # a guess is not worth waiting for
-        del request.draft_token_ids[max(count - num_left, 0) :]
+        if request.draft_token_ids:  # a guess is not worth waiting for
+            del request.draft_token_ids[max(count - num_left, 0) :]
         share = ScheduledRequest(request, start, count, count >= num_left, follows)
         plan.add(share, decodes=decodes)
         return True
@@ -320,12 +329,14 @@ class Scheduler:
 
     # --- admission -------------------------------------------------------------------------------
 
-    def _admit(self, plan: StepPlan, running: Sequence[Outlook]) -> None:
+    def _admit(self, plan: StepPlan, behind: Behind) -> None:
         if not self._waiting or len(self._running) >= self.max_num_seqs:
             return
+        going_on = (outlook(request, behind) for request in self._running.values())
         promised = sum(
             pages_soon(place.request, self.pool, unknown=place.follows is not None)
-            for place in running
+            for place in going_on
+            if place is not None
         )
         while self._waiting and len(self._running) < self.max_num_seqs and plan.budget > 0:
             request = self._next_waiting()
