@@ -5,6 +5,7 @@ which no machine can read them, and what is left over per layer, ``(step - limit
 """
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def _measure(
         "context": cell.context,
         "query_len": cell.query_len,
         "step_ms": summary(seconds, 1e3),
-        "tokens_per_s": round(cell.num_tokens / float(torch.tensor(seconds).median()), 1),
+        "tokens_per_s": round(cell.num_tokens / statistics.median(seconds), 1),
         "submit_to_result_ms": summary(host, 1e3),
         **_against_limit(engine, cell, seconds, experts, read_bytes_per_s),
     }
@@ -186,9 +187,10 @@ def _against_limit(
     mean = sum(experts) / len(experts) if experts else None
     step = cell.roofline(plan, mean)
     limit = step.limit(plan.arch)
-    median_s = float(torch.tensor(seconds, dtype=torch.float64).median())
-    measured_s = step.bytes / read_bytes_per_s
-    limits = {"plain_read": measured_s} | ({"arch": limit.seconds} if limit else {})
+    median_s = statistics.median(seconds)
+    limits = {"plain_read": step.bytes / read_bytes_per_s} | (
+        {"arch": limit.seconds} if limit else {}
+    )
     layers = len(plan.facts.layer_kinds)
     return {
         "bytes": {part.name: round(part.bytes) for part in step.parts},
