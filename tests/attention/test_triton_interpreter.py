@@ -25,8 +25,8 @@ def test_the_kernels_agree_with_the_reference_on_the_cpu():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count("ok ") >= 16
+    assert done.stdout.count("ok ") >= 17

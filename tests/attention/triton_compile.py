@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minuet.attention.backends.triton import config, launch, step
+from minuet.attention.backends.triton import attending, config, selecting, step, writing
 from minuet.attention.batch import AttentionBatch
 from minuet.attention.reference import Selection
 from minuet.dtypes import DType
@@ -21,6 +21,7 @@ from minuet.kv.layout import KVLayout
 from minuet.kv.write import HeadNorms
 from minuet.platform.arch import get
 from minuet.platform.torch import to_torch
+from minuet.platform.triton import Launch
 
 TARGETS = {
     "sm90": GPUTarget("cuda", 90, 32),
@@ -97,7 +98,7 @@ class Compiled:
         return found
 
 
-def compile_launch(made: launch.Launch, arch: str) -> Compiled:
+def compile_launch(made: Launch, arch: str) -> Compiled:
     """Compile with the specialisation that the launch's own arguments would get."""
     signature, constexprs, attributes = {}, {}, {}
     for index, parameter in enumerate(made.kernel.params):
@@ -159,10 +160,10 @@ def fp8_of(arch: str) -> DType:
     return get(arch).fp8 or DType.FP8_E4M3FN
 
 
-def launches(shape: Shape, arch: str) -> dict[str, launch.Launch]:
+def launches(shape: Shape, arch: str) -> dict[str, Launch]:
     """Every launch of a layer, on tensors without memory."""
     target = config.TARGETS[arch]
-    made: dict[str, launch.Launch] = {}
+    made: dict[str, Launch] = {}
     cache = _cache(shape)
     tokens = shape.seqs * shape.query_len
     group = shape.heads // shape.kv_heads
@@ -174,25 +175,25 @@ def launches(shape: Shape, arch: str) -> dict[str, launch.Launch]:
     )  # fmt: skip
     q, index_q = _empty(tokens, shape.heads, shape.dim), _empty(tokens, shape.kv_heads, 128)
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim + (shape.kv_heads + 1) * 128
-    made["write"] = launch.write_launch(
+    made["write"] = writing.write_launch(
         cache, _empty(tokens, width), _empty(tokens, dtype=torch.int64),
         _empty(tokens, 32, dtype=torch.float32), _empty(tokens, 32, dtype=torch.float32),
         HeadNorms(*(_empty(n, dtype=torch.float32) for n in (shape.dim,) * 2 + (128,) * 2), 1e-6),
         (q, index_q), target,
     )  # fmt: skip
     plan = _plan(sizes, target, shape.query_len)
-    dense, merge = launch.attend_launches(q, q, cache, plan, None, 0.1)
+    dense, merge = attending.attend_launches(q, q, cache, plan, None, 0.1)
     made |= {"attend_dense": dense, "merge_parts": merge}
     values = _empty(shape.kv_heads, tokens, 64, dtype=torch.float32)
-    made["score_blocks"] = launch.score_launch(index_q, cache, plan, values)
-    scores = launch.Scores(values, selection)
-    made["attend_blocks"] = launch.attend_launches(q, q, cache, plan, scores, 0.1)[0]
+    made["score_blocks"] = selecting.score_launch(index_q, cache, plan, values)
+    scores = selecting.Scores(values, selection)
+    made["attend_blocks"] = next(attending.attend_launches(q, q, cache, plan, scores, 0.1))
     ragged = _plan(replace(sizes, query_len=0, max_tokens=tokens), target, 0)
-    made["attend_prefill"] = launch.attend_launches(q, q, cache, ragged, None, 0.1)[0]
-    lists = _empty(tokens, shape.kv_heads, shape.top, dtype=torch.int32)
-    made["attend_lists"] = launch.attend_launches(q, q, cache, ragged, lists, 0.1)[0]
-    made["score_tiles"] = launch.score_launch(index_q, cache, ragged, values, (0, 4, 0, tokens))
-    made["list_blocks"] = launch.list_launch(values, lists, ragged, selection, (0, tokens))
+    made["attend_prefill"] = next(attending.attend_launches(q, q, cache, ragged, None, 0.1))
+    deferred = selecting.Deferred(index_q, cache, selection)
+    names = "score_tiles", "list_blocks", "unite_lists", "attend_lists", "attend_tiles"
+    chunk = attending.attend_launches(q, q, cache, ragged, deferred, 0.1)
+    made |= dict(zip(names, chunk, strict=True))
     return made
 
 

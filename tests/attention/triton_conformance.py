@@ -18,6 +18,7 @@ from tests.attention.conformance import (
     check_ties,
     check_write,
 )
+from tests.attention.triton_planned import check_planned
 
 
 def main(names: list[str]) -> int:
@@ -39,6 +40,9 @@ def main(names: list[str]) -> int:
     if not names:
         check_ties(backend)
         print("ok ties", flush=True)
+        for score_bytes in (1 << 20, 1 << 10):  # all at once; a few query tokens at a time
+            check_planned(backend.device, score_bytes, reduced=True)
+        print("ok planned", flush=True)
         # FP16: the interpreter rounds FP32 to BF16 towards zero
         for kv in (DType.FP16, fp8):
             check_write(backend, kv, kv, 64, torch.float16, carries=False)

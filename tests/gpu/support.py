@@ -18,6 +18,7 @@ SCRATCH_BYTES = {
     "partial_lse": 1 << 20,
     "scores": 16 << 20,
     "blocks": 1 << 20,
+    "pages": 1 << 20,
 }
 
 

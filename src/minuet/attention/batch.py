@@ -1,10 +1,41 @@
-"""The step as attention sees it: ragged query tokens over page tables."""
+"""The step as attention sees it: ragged query tokens over page tables, and its largest sizes."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 # T query tokens, S sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedSizes:
+    """Sizes of a prepared step: all that its planner is made from.
+
+    Attributes:
+        page_size: tokens per page.
+        num_kv_heads: KV heads of this rank.
+        group: query heads per KV head.
+        max_seqs: sequences of the padded batch.
+        max_tokens: query tokens of the padded batch.
+        max_length: longest context in tokens.
+        query_len: query tokens of every sequence of a decode step; 0 for ragged (prefill) steps.
+        compute_units: of the device.
+        score_bytes: budget of the block-score buffer.
+        kv_fp8: K and V are FP8.
+        batch_invariant: divide work by a request's own length only.
+    """
+
+    page_size: int
+    num_kv_heads: int
+    group: int
+    max_seqs: int
+    max_tokens: int
+    max_length: int
+    query_len: int
+    compute_units: int
+    score_bytes: int
+    kv_fp8: bool
+    batch_invariant: bool
 
 
 @dataclass(frozen=True, slots=True)

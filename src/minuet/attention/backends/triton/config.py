@@ -81,6 +81,8 @@ class Target:
         parts_per_unit: parts of dense decode per compute unit, 16-bit cache.
         parts_per_unit_fp8: the same, FP8 cache: a second part hides the conversions of the first.
         row_parts_per_unit: parts per compute unit that sparse decode rows make, at most.
+        row_blocks_per_step: blocks that sparse prefill rows attend to in the time a tile of query
+            tokens takes for one; lists are united where that makes the tile the cheaper form.
         interpreted: runs in Triton's interpreter: matrix operands are FP32, which it gets right.
     """
 
@@ -115,6 +117,7 @@ class Target:
     parts_per_unit: int = 1
     parts_per_unit_fp8: int = 2
     row_parts_per_unit: int = 1
+    row_blocks_per_step: int = 3
     interpreted: bool = False
 
 

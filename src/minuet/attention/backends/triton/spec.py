@@ -13,7 +13,7 @@ from minuet.attention.capability import (
     one_of,
     up_to,
 )
-from minuet.attention.contract import LayerKind, Op, Problem
+from minuet.attention.contract import LayerKind, Op, Phase, Problem
 from minuet.attention.workspace import attend_workspace, select_workspace
 from minuet.dtypes import DType
 from minuet.kv.layout import Form
@@ -57,11 +57,16 @@ SPLIT = SplitPolicy(
 
 
 def scores_and_lists(problem: Problem, sizes: StepSizes) -> tuple[WorkspaceSpec, ...]:
-    """As :func:`select_workspace`, with scores that live on: ``attend`` chooses from them."""
-    return tuple(
-        replace(spec, last=Op.ATTEND) if spec.name == "scores" else spec
-        for spec in select_workspace(problem, sizes)
-    )
+    """As :func:`select_workspace`, with scores that live on: ``attend`` chooses from them.
+
+    Prefill attends by tiles of query tokens where these share blocks: ``pages`` is int32
+    ``[query_tokens, index_heads, top_blocks]`` as ``blocks`` is.
+    """
+    scores, blocks = select_workspace(problem, sizes)
+    scores = replace(scores, last=Op.ATTEND)
+    if problem.phase is Phase.DECODE:
+        return scores, blocks
+    return scores, blocks, replace(blocks, name="pages", first=Op.ATTEND)
 
 
 CAPABILITIES = (

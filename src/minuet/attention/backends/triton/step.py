@@ -4,8 +4,8 @@ A :class:`Planner` is made once per prepared step shape, from sizes; :meth:`Plan
 its tables for a step without changing an address, so a captured graph stays valid.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from minuet.attention.backends.triton.config import Target
-from minuet.attention.backends.triton.spec import SPLIT
+from minuet.attention.backends.triton.spec import MAX_TOP_BLOCKS, SPLIT
+from minuet.attention.backends.triton.tiles import (
+    NO_SEQUENCE,
+    ROW_TILE_TOKENS,
+    Chunk,
+    query_tiles,
+)
 from minuet.attention.batch import AttentionBatch
 from minuet.attention.plan import DecodePlan, Int32Array, PlanShape
 from minuet.errors import ContractError
@@ -52,6 +58,16 @@ class Scratch:
             )
         return held[:needed].view(dtype).view(shape)
 
+    def rows(self, name: str, row_bytes: int, most: int) -> int:
+        """Rows of ``row_bytes`` that a slice holds, ``most`` at most and 1 at least.
+
+        ``most`` where memory is taken as needed, and for a slice that was not planned for: a model
+        without sparse layers has none to select with.
+        """
+        if self._slices is None or name not in self._slices:
+            return most
+        return max(1, min(most, self._slices[name].numel() // row_bytes))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
@@ -89,15 +105,9 @@ class StepShape:
         return -(-self.max_length // self.page_size)
 
     @property
-    def score_chunk(self) -> int:
-        """Query tokens whose scores fit the budget; at least 1."""
-        row_bytes = self.num_kv_heads * self.max_blocks * 4
-        return max(1, min(self.score_bytes // row_bytes, self.max_tokens))
-
-    @property
-    def scores_at_once(self) -> bool:
-        """Whether a decode step's scores fit the budget: ``attend`` then chooses from them."""
-        return self.query_len > 0 and self.score_chunk >= self.max_tokens
+    def score_row_bytes(self) -> int:
+        """Block scores of one query token, all heads."""
+        return self.num_kv_heads * self.max_blocks * 4
 
     def split(self, tile_tokens: int, parts_per_unit: int) -> PlanShape:
         """Division of dense work (or of scoring, with a page as the tile) over parts."""
@@ -116,20 +126,26 @@ class StepShape:
 class Plan:
     """A step, as the kernels read it. Device tables are int32.
 
+    A decode plan holds for every later step of its planner as well, if that step's page table has
+    the same address and strides: what launches depend on follows from the shape alone. That is what
+    a captured graph needs. A prefill plan is good for its own step.
+
     Attributes:
         target: launch numbers.
         shape: sizes of the planner.
-        num_tokens: query tokens of the step.
-        num_seqs: sequences of the step.
+        num_tokens: query tokens of the step; of a decode step at the time of the plan.
         page_table: [S, pages].
-        positions: [T] int64.
+        positions: [T] int64; read by prefill only.
         tables: by name: ``lengths`` [max_seqs]; decode: ``work`` [capacity, 4],
-            ``rows`` [max_seqs, 2], ``score_work`` [capacity, 4]; by query tiles: ``tiles`` [n, 4],
-            ``score_tiles`` [n, 4], ``token_sequence`` [max_tokens].
+            ``rows`` [max_seqs, 2], ``score_work`` [capacity, 4]; by query tiles
+            (sequence, first query token, query tokens, first position): ``tiles`` [n, 4],
+            ``score_tiles`` [n, 4], ``row_tiles`` [n, 4]; ``token_sequence`` [max_tokens].
         num_tiles: query tiles in use.
         tile_tokens: query tokens of a tile at most.
         score_tile_tokens: query tokens of a score tile at most.
-        score_chunks: (first tile, end tile, first token, end token) of each score launch.
+        row_tile_tokens: query tokens of a row tile at most.
+        scores_at_once: a decode step whose scores fit: ``attend`` chooses from them.
+        chunks: how any other step is selected for and attended, one after another.
         slots: partial results per KV head of dense decode.
         scratch: partial results, scores, lists.
     """
@@ -137,14 +153,15 @@ class Plan:
     target: Target
     shape: StepShape
     num_tokens: int
-    num_seqs: int
     page_table: Tensor
     positions: Tensor
     tables: Mapping[str, Tensor]
     num_tiles: int
     tile_tokens: int
     score_tile_tokens: int
-    score_chunks: tuple[tuple[int, int, int, int], ...]
+    row_tile_tokens: int
+    scores_at_once: bool
+    chunks: tuple[Chunk, ...]
     slots: int
     scratch: Scratch
 
@@ -152,6 +169,31 @@ class Plan:
     def is_decode(self) -> bool:
         """Whether every sequence has ``shape.query_len`` query tokens."""
         return self.shape.query_len > 0
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Whether queries of this many tokens are a step's: all of prefill, whole rows of decode.
+
+        Raises:
+            ContractError: they are not.
+        """
+        shape = self.shape
+        if not self.is_decode:
+            fits, expected = num_tokens == self.num_tokens, str(self.num_tokens)
+        else:
+            fits = num_tokens % shape.query_len == 0 and num_tokens <= shape.max_tokens
+            expected = f"a multiple of {shape.query_len}, at most {shape.max_tokens}"
+        if not fits:
+            raise ContractError("query tokens of a step", got=num_tokens, expected=expected)
+
+    def chunks_of(self, num_tokens: int) -> Iterator[Chunk]:
+        """Chunks of a step's first ``num_tokens`` query tokens: those of the padded batch or less.
+
+        Args:
+            num_tokens: query tokens there are.
+        """
+        for chunk in self.chunks:
+            if chunk.first < num_tokens:
+                yield replace(chunk, end=min(chunk.end, num_tokens))
 
     def row_parts(self, heads: int, top_blocks: int) -> int:
         """Parts that every sparse row is divided into; the same for every step of the shape.
@@ -167,14 +209,6 @@ class Plan:
             return min(SPLIT.fixed_row_parts, most)
         units = self.shape.compute_units * self.target.row_parts_per_unit
         return _floor_power_of_2(max(1, min(units // (self.shape.max_tokens * heads), most)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Query tokens cut into tiles: records (sequence, first token, tokens, position)."""
-
-    records: Int32Array
-    chunks: tuple[tuple[int, int, int, int], ...] = field(default=())
 
 
 class Planner:
@@ -198,9 +232,11 @@ class Planner:
         self._scratch = Scratch(device, scratch)
         group_pad = _power_of_2(shape.group)
         self._tile_tokens = max(1, target.prefill_vectors // group_pad)
+        self._row_tile_tokens = min(self._tile_tokens, ROW_TILE_TOKENS)
+        self._chunk_tokens, self.scores_at_once = self._divide_selection()
         heads_pad = _power_of_2(shape.num_kv_heads)
         self._score_tile_tokens = min(
-            max(1, target.score_vectors // heads_pad), _floor_power_of_2(shape.score_chunk)
+            max(1, target.score_vectors // heads_pad), _floor_power_of_2(self._chunk_tokens)
         )
         self._places: dict[str, tuple[int, int, int]] = {}
         self._size = 0
@@ -215,17 +251,11 @@ class Planner:
             self._dense, self._score = dense, score
         else:
             self._place("lengths", shape.max_seqs, 1)
-        if not shape.scores_at_once:
-            tiles = shape.max_tokens // self._tile_tokens + shape.max_seqs
-            self._place("tiles", tiles * _ITEM, _ITEM)
-            # a chunk of scores may cut a tile in two
-            self._score_tiles_most = (
-                shape.max_tokens // self._score_tile_tokens
-                + shape.max_seqs
-                + -(-shape.max_tokens // shape.score_chunk)
-            )
-            self._place("score_tiles", self._score_tiles_most * _ITEM, _ITEM)
             self._place("token_sequence", shape.max_tokens, 1)
+            self._place_tiles("tiles", self._tile_tokens, shape.max_tokens)
+            self._place_tiles("row_tiles", self._row_tile_tokens, self._chunk_tokens)
+        if not self.scores_at_once:
+            self._place_tiles("score_tiles", self._score_tile_tokens, self._chunk_tokens)
         pinned = device.type == "cuda"
         # two host copies: one is filled while the other may still be on its way
         self._host = [
@@ -256,7 +286,10 @@ class Planner:
         host, copied = self._host[self._turn], self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        num_tiles, chunks = self._fill(host.numpy(), batch)
+        if self.shape.query_len:
+            num_tiles, chunks = 0, self._fill_decode(host.numpy(), batch)
+        else:
+            num_tiles, chunks = self._fill_prefill(host.numpy(), batch)
         self._tables.copy_(host, non_blocking=True)
         if copied is not None:
             copied.record()
@@ -264,23 +297,37 @@ class Planner:
             target=self.target,
             shape=self.shape,
             num_tokens=batch.num_tokens,
-            num_seqs=batch.num_seqs,
             page_table=batch.page_table,
             positions=batch.positions,
             tables=self._views,
             num_tiles=num_tiles,
             tile_tokens=self._tile_tokens,
             score_tile_tokens=self._score_tile_tokens,
-            score_chunks=chunks,
+            row_tile_tokens=self._row_tile_tokens,
+            scores_at_once=self.scores_at_once,
+            chunks=chunks,
             slots=self._dense.slots if self.shape.query_len else 0,
             scratch=self._scratch,
         )
 
-    def _place(self, name: str, size: int, fields: int) -> int:
-        first = self._size
-        self._places[name] = (first, first + size, fields)
+    def _divide_selection(self) -> tuple[int, bool]:
+        """Query tokens of a chunk, and whether a decode step is attended from its scores."""
+        shape, scratch = self.shape, self._scratch
+        budget = max(1, min(shape.score_bytes // shape.score_row_bytes, shape.max_tokens))
+        scored = scratch.rows("scores", shape.score_row_bytes, budget)
+        list_bytes = shape.num_kv_heads * MAX_TOP_BLOCKS * 4
+        chunk = scratch.rows("pages", list_bytes, scratch.rows("blocks", list_bytes, scored))
+        return chunk, shape.query_len > 0 and scored >= shape.max_tokens
+
+    def _place(self, name: str, size: int, fields: int) -> None:
+        self._places[name] = (self._size, self._size + size, fields)
         self._size += size
-        return first
+
+    def _place_tiles(self, name: str, tile_tokens: int, chunk_tokens: int) -> None:
+        """Room for query tiles: each sequence, chunk and the padding may add a part of one."""
+        most = self.shape.max_tokens // tile_tokens + self.shape.max_seqs + 1
+        most += -(-self.shape.max_tokens // chunk_tokens)
+        self._place(name, most * _ITEM, _ITEM)
 
     def _check(self, batch: AttentionBatch, page_size: int) -> None:
         shape = self.shape
@@ -311,30 +358,22 @@ class Planner:
 
     # --- filling ---------------------------------------------------------------------------------
 
-    def _fill(
+    def _fill_prefill(
         self, host: Int32Array, batch: AttentionBatch
-    ) -> tuple[int, tuple[tuple[int, int, int, int], ...]]:
-        shape, lengths = self.shape, np.asarray(batch.seq_lens, np.int64)
-        if shape.query_len:
-            self._fill_decode(host, lengths)
-        else:
-            first, end, _ = self._places["lengths"]
-            host[first : first + len(lengths)] = lengths
-            host[first + len(lengths) : end] = 0
-        if shape.scores_at_once:
-            return 0, ()
-        tiles = _query_tiles(batch, self._tile_tokens, batch.num_tokens)
-        work = (tiles.records[:, 3] + tiles.records[:, 2]) * -1
-        self._put(host, "tiles", tiles.records[np.argsort(work, kind="stable")])
-        score = _query_tiles(batch, self._score_tile_tokens, shape.score_chunk)
-        self._put(host, "score_tiles", score.records)
+    ) -> tuple[int, tuple[Chunk, ...]]:
+        self._put(host, "lengths", np.asarray(batch.seq_lens, np.int64), rest=0)
         sequence = np.repeat(np.arange(batch.num_seqs), batch.query_lens)
-        self._put(host, "token_sequence", sequence)
-        return len(tiles.records), score.chunks
+        self._put(host, "token_sequence", sequence, rest=NO_SEQUENCE)
+        lens = batch.query_lens, batch.seq_lens
+        tiles, _ = query_tiles(lens, batch.num_tokens, self._tile_tokens, batch.num_tokens)
+        work = (tiles[:, 3] + tiles[:, 2]) * -1
+        self._put(host, "tiles", tiles[np.argsort(work, kind="stable")])
+        return len(tiles), self._fill_chunks(host, lens, batch.num_tokens)
 
-    def _fill_decode(self, host: Int32Array, lengths: np.ndarray) -> None:
+    def _fill_decode(self, host: Int32Array, batch: AttentionBatch) -> tuple[Chunk, ...]:
         """Parts of dense attention and of scoring."""
         shape, target = self.shape, self.target
+        lengths = np.asarray(batch.seq_lens, np.int64)
         per_unit = target.parts_per_unit_fp8 if shape.kv_fp8 else target.parts_per_unit
         dense = shape.split(SPLIT.tile_tokens, min(per_unit, SPLIT.parts_per_unit))
         for name, whole, division in (
@@ -344,12 +383,45 @@ class Planner:
             first = self._places[name][0]
             plan = DecodePlan.over(whole, host[first : first + whole.size])
             replace(plan, shape=_no_finer_than_useful(division, lengths)).refresh(lengths)
+        if self.scores_at_once:
+            return ()
+        # of the padded batch, so that the launches are those of the shape
+        missing = (0,) * (shape.max_seqs - batch.num_seqs)
+        lens = (shape.query_len,) * shape.max_seqs, (*batch.seq_lens, *missing)
+        return self._fill_chunks(host, lens, shape.max_tokens)
 
-    def _put(self, host: Int32Array, name: str, values: np.ndarray) -> None:
+    def _fill_chunks(
+        self, host: Int32Array, lens: tuple[Sequence[int], Sequence[int]], num_tokens: int
+    ) -> tuple[Chunk, ...]:
+        """Tiles of chunks; one chunk after another uses the same scratch."""
+        chunk = self._chunk_tokens
+        score, score_ends = query_tiles(lens, num_tokens, self._score_tile_tokens, chunk)
+        self._put(host, "score_tiles", score)
+        row_ends = [0] * len(score_ends)
+        if not self.shape.query_len:
+            rows, row_ends = query_tiles(lens, num_tokens, self._row_tile_tokens, chunk)
+            self._put(host, "row_tiles", rows)
+        begins = [0, *score_ends], [0, *row_ends]
+        return tuple(
+            Chunk(
+                number * chunk,
+                min((number + 1) * chunk, num_tokens),
+                (begins[0][number], score_ends[number]),
+                (begins[1][number], row_ends[number]),
+            )
+            for number in range(len(score_ends))
+        )
+
+    def _put(
+        self, host: Int32Array, name: str, values: np.ndarray, rest: int | None = None
+    ) -> None:
+        """Write a table; what is left of it becomes ``rest``."""
         first, end, _ = self._places[name]
         flat = values.reshape(-1)
         assert len(flat) <= end - first, name
         host[first : first + len(flat)] = flat
+        if rest is not None:
+            host[first + len(flat) : end] = rest
 
 
 def _no_finer_than_useful(division: PlanShape, lengths: np.ndarray) -> PlanShape:
@@ -369,27 +441,6 @@ def _no_finer_than_useful(division: PlanShape, lengths: np.ndarray) -> PlanShape
 
 def _longest_part(division: PlanShape, tiles: np.ndarray) -> int:
     return int((-(-tiles // np.maximum(division.part_counts(tiles), 1))).max())
-
-
-def _query_tiles(batch: AttentionBatch, tile_tokens: int, chunk_tokens: int) -> _Tiles:
-    """Cut a step's query tokens into tiles; no tile crosses a sequence or a chunk of tokens."""
-    records: list[tuple[int, int, int, int]] = []
-    chunks: list[tuple[int, int, int, int]] = []
-    token = chunk_tile = chunk_token = 0
-    for sequence, (query_len, length) in enumerate(
-        zip(batch.query_lens, batch.seq_lens, strict=True)
-    ):
-        position, left = length - query_len, query_len
-        while left:
-            count = min(tile_tokens, left, chunk_token + chunk_tokens - token)
-            records.append((sequence, token, count, position))
-            token, position, left = token + count, position + count, left - count
-            if token - chunk_token == chunk_tokens:
-                chunks.append((chunk_tile, len(records), chunk_token, token))
-                chunk_tile, chunk_token = len(records), token
-    if token > chunk_token:
-        chunks.append((chunk_tile, len(records), chunk_token, token))
-    return _Tiles(np.array(records, np.int32).reshape(-1, _ITEM), tuple(chunks))
 
 
 def _power_of_2(value: int) -> int:

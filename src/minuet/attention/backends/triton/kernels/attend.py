@@ -8,6 +8,7 @@ from minuet.attention.backends.triton.kernels.common import (
     LOWEST,
     attend_tile,
     load_queries,
+    row_of,
     store_output,
     store_partial,
 )
@@ -144,7 +145,9 @@ def attend_dense(
 
 
 @triton.jit(
-    do_not_specialize=["stride_table", "stride_scores", "query_len", "init_blocks", "local_blocks"],
+    do_not_specialize=[
+        "stride_table", "stride_scores", "query_len", "first_token", "init_blocks", "local_blocks",
+    ],
     do_not_specialize_on_alignment=[
         "lengths_ptr", "token_sequence_ptr", "positions_ptr", "table_ptr", "source_ptr",
     ],
@@ -156,9 +159,9 @@ def attend_blocks(
     v_ptr,
     k_scale_ptr,  # [N, K, P] FP32; SCALED only
     v_scale_ptr,
-    partial_ptr,  # [K, T * parts, GROUP, D] FP32
-    lse_ptr,  # [K, T * parts, GROUP] FP32
-    source_ptr,  # FROM_SCORES: [K, T, blocks] FP32; else [T, K, TOP] int32
+    partial_ptr,  # [K, chunk * parts, GROUP, D] FP32
+    lse_ptr,  # [K, chunk * parts, GROUP] FP32
+    source_ptr,  # FROM_SCORES: [K, chunk, blocks] FP32; else [chunk, K, TOP] int32
     lengths_ptr,  # [sequences] int32
     token_sequence_ptr,  # [T] int32; RAGGED only
     positions_ptr,  # [T] int64; RAGGED only
@@ -170,6 +173,7 @@ def attend_blocks(
     stride_table,
     stride_scores,  # between tokens of the score buffer
     query_len,  # RAGGED: unused
+    first_token,  # of the chunk
     init_blocks,
     local_blocks,
     score_scale,
@@ -186,38 +190,34 @@ def attend_blocks(
     With FROM_SCORES the row's blocks are chosen here, by every part for itself: that costs less
     than handing a list over from another launch.
     """
-    token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    chunk_token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     num_tokens, heads = tl.num_programs(0), tl.num_programs(1)
-    if RAGGED:
-        sequence = tl.load(token_sequence_ptr + token).to(tl.int64)
-        visible = tl.minimum(
-            tl.load(positions_ptr + token).to(tl.int32) + 1, tl.load(lengths_ptr + sequence)
-        )
-    else:
-        sequence = token // query_len
-        query = (token - sequence * query_len).to(tl.int32)
-        visible = tl.load(lengths_ptr + sequence) - query_len + 1 + query
+    token = chunk_token + first_token
+    sequence, visible = row_of(
+        token, query_len, lengths_ptr, token_sequence_ptr, positions_ptr, RAGGED
+    )
     table_ptr += sequence * stride_table
     entry = tl.arange(0, TOP_PAD)
     num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
     wait_for_previous(PDL)
     vector = tl.arange(0, M)
     real = vector < GROUP
+    if not FROM_SCORES:
+        source_ptr += (chunk_token * heads + head) * TOP
+        blocks = tl.load(source_ptr + entry, mask=entry < TOP, other=-1)
+        chosen = tl.sum((blocks >= 0).to(tl.int32), 0)
+        pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
+        if RAGGED:  # a union, no list: the row belongs to attend_tiles and nothing is done here
+            real = real & (tl.min(blocks, 0) >= -1)
     offsets = token * stride_q_token + (head * GROUP + vector) * stride_q_head
     q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
     if FROM_SCORES:
-        scores_ptr = source_ptr + (head * num_tokens + token) * stride_scores
+        scores_ptr = source_ptr + (head * num_tokens + chunk_token) * stride_scores
         blocks, pages = choose_blocks(
             scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
             TOP, TOP_PAD, FEW, MANY,
         )  # fmt: skip
         chosen = tl.minimum(num_blocks, TOP)
-    else:
-        blocks = tl.load(
-            source_ptr + (token * heads + head) * TOP + entry, mask=entry < TOP, other=-1
-        )
-        chosen = tl.sum((blocks >= 0).to(tl.int32), 0)
-        pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
 
     top = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M, TILE // 4], tl.float32)
@@ -257,7 +257,7 @@ def attend_blocks(
             out_ptr, offsets, real, even * inverse[:, None], odd * inverse[:, None], C, PAIRS
         )
     else:
-        at = ((head * num_tokens + token) * PARTS + part) * GROUP + vector
+        at = ((head * num_tokens + chunk_token) * PARTS + part) * GROUP + vector
         store_partial(partial_ptr, lse_ptr, at, real, top, total, even, odd, D, C, PAIRS)
 
 
@@ -309,7 +309,9 @@ def attend_prefill(
     v_scale_ptr += head * stride_scale_head
     length = position + count
     # tiles that every row sees whole, then those on the diagonal
-    whole = (position + 1) // TILE
+    whole = (
+        tl.maximum(position + 1, 0) // TILE
+    )  # a tile that pads its step is at a negative position
     even, odd = zero, zero
     if whole > 0:
         top, total, even, odd = stream(

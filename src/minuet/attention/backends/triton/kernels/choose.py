@@ -6,6 +6,7 @@ import triton.language as tl
 from minuet.attention.backends.triton.kernels.common import (
     load_keys,
     load_queries,
+    row_of,
 )
 from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
@@ -263,7 +264,7 @@ def score_blocks(
 )  # fmt: skip
 def list_blocks(
     scores_ptr,  # [K, chunk, blocks] FP32
-    lists_ptr,  # [T, K, TOP] int32
+    lists_ptr,  # [chunk, K, TOP] int32
     lengths_ptr,  # [sequences] int32
     token_sequence_ptr,  # [T] int32; RAGGED only
     positions_ptr,  # [T] int64; RAGGED only
@@ -277,15 +278,9 @@ def list_blocks(
     chunk_token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = tl.num_programs(1)
     token = chunk_token + first_token
-    if RAGGED:
-        sequence = tl.load(token_sequence_ptr + token).to(tl.int64)
-        visible = tl.minimum(
-            tl.load(positions_ptr + token).to(tl.int32) + 1, tl.load(lengths_ptr + sequence)
-        )
-    else:
-        sequence = token // query_len
-        query = (token - sequence * query_len).to(tl.int32)
-        visible = tl.load(lengths_ptr + sequence) - query_len + 1 + query
+    sequence, visible = row_of(
+        token, query_len, lengths_ptr, token_sequence_ptr, positions_ptr, RAGGED
+    )
     num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
     scores_ptr += head.to(tl.int64) * stride_scores_head + chunk_token * stride_scores_token
     wait_for_previous(PDL)
@@ -300,6 +295,6 @@ def list_blocks(
     at = tl.sum((order[None, :] < order[:, None]).to(tl.int32), 1)
     at = tl.where(blocks >= 0, at, entry)
     # entries beyond the chosen ones keep their place: they hold -1 there
-    lists_ptr += (token * heads + head) * TOP
+    lists_ptr += (chunk_token * heads + head) * TOP
     tl.store(lists_ptr + at, blocks, mask=blocks >= 0)
     tl.store(lists_ptr + entry, -1, mask=(entry >= chosen) & (entry < TOP))

@@ -12,6 +12,26 @@ SMALLEST_SCALE = tl.constexpr(1.0e-30)
 
 
 @triton.jit
+def row_of(
+    token, query_len, lengths_ptr, token_sequence_ptr, positions_ptr, RAGGED: tl.constexpr
+):  # fmt: skip
+    """Sequence of a query token, and how much of the context it sees; 0 or less: nothing."""
+    if RAGGED:
+        sequence = tl.load(token_sequence_ptr + token).to(tl.int64)
+        padding = sequence < 0
+        sequence = tl.maximum(sequence, 0)
+        visible = tl.minimum(
+            tl.load(positions_ptr + token).to(tl.int32) + 1, tl.load(lengths_ptr + sequence)
+        )
+        visible = tl.where(padding, 0, visible)
+    else:
+        sequence = token // query_len
+        query = (token - sequence * query_len).to(tl.int32)
+        visible = tl.load(lengths_ptr + sequence) - query_len + 1 + query
+    return sequence, visible
+
+
+@triton.jit
 def fp8_pair_to_fp16(pairs):
     """Two e4m3fn values in an int16 -> (low byte, high byte) as fp16; NVIDIA sm_89 and later.
 

@@ -1,0 +1,369 @@
+"""Launches of ``attend``: dense and sparse decode with their merges, dense and sparse prefill."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minuet.attention.backends.triton.arguments import (
+    operand_of,
+    options_of,
+    paired,
+    power_of_2,
+    scales_of,
+    strides_of,
+)
+from minuet.attention.backends.triton.config import Merge, Tuning
+from minuet.attention.backends.triton.kernels import attend as attend_kernels
+from minuet.attention.backends.triton.kernels import tiles as tile_kernels
+from minuet.attention.backends.triton.selecting import Deferred, Scores
+from minuet.attention.backends.triton.spec import SPLIT
+from minuet.attention.backends.triton.step import Plan
+from minuet.attention.backends.triton.tiles import Chunk
+from minuet.attention.reference import Selection
+from minuet.errors import ContractError
+from minuet.kv.cache import LayerCache
+from minuet.platform.triton import Launch
+
+# T query tokens, H query heads, K KV heads, D head dim
+
+Blocks = Scores | Deferred | Tensor | None
+
+_NARROWEST = 16  # rows of a matrix instruction
+_WIDE = 32  # query vectors from which ``config.Target.wide`` applies
+_LOG2_E = 1.4426950408889634
+
+
+def attend(q: Tensor, cache: LayerCache, plan: Plan, blocks: Blocks, scale: float) -> Tensor:
+    """Attention over chosen blocks or over everything: :func:`minuet.attention.reference.attend`.
+
+    Args:
+        q: [T, H, D], normalised and rotated. Of a decode step it may be the padded batch: rows
+            that the plan has no sequence for come out zero.
+        cache: the layer's lanes; this step's keys and values already written.
+        plan: of this step.
+        blocks: from :func:`~minuet.attention.backends.triton.selecting.select`; lists
+            [T, K, top_blocks]; None attends to everything.
+        scale: multiplies the scores.
+
+    Returns:
+        [T, H, D] in the type of ``q``.
+
+    Raises:
+        ContractError: queries of another number or shape than the plan and the cache have.
+    """
+    out = torch.empty_like(q)
+    if q.shape[0]:
+        for launch in attend_launches(q, out, cache, plan, blocks, scale):
+            launch()
+    return out
+
+
+def attend_launches(
+    q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, blocks: Blocks, scale: float
+) -> Iterator[Launch]:
+    """The launches of :func:`attend`, in order."""
+    plan.check_tokens(q.shape[0])
+    if blocks is None:
+        if plan.is_decode:
+            yield from _dense_launches(q, out, cache, plan, scale)
+        else:
+            yield _prefill_launch(q, out, cache, plan, scale)
+    elif isinstance(blocks, Scores) or (plan.is_decode and isinstance(blocks, Tensor)):
+        whole = Chunk(0, q.shape[0], (0, 0))
+        yield from _rows_launches(q, out, cache, plan, blocks, scale, whole)
+    else:
+        for chunk in plan.chunks_of(q.shape[0]):
+            yield from _chunk_launches(q, out, cache, plan, blocks, scale, chunk)
+
+
+def _chunk_launches(
+    q: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    plan: Plan,
+    blocks: Deferred | Tensor,
+    scale: float,
+    chunk: Chunk,
+) -> Iterator[Launch]:
+    """A chunk of query tokens: select for it, then attend by rows, or by tiles and rows."""
+    top = blocks.shape[2] if isinstance(blocks, Tensor) else blocks.selection.top_blocks
+    shape = (chunk.end - chunk.first, cache.layout.num_kv_heads, top)
+    lists = plan.scratch.take("blocks", shape, torch.int32)
+    pages = lists if plan.is_decode else plan.scratch.take("pages", shape, torch.int32)
+    if isinstance(blocks, Deferred):
+        yield from blocks.launches(plan, chunk, lists)
+        given = lists
+    else:
+        given = blocks[chunk.first : chunk.end]
+    if not plan.is_decode:
+        yield _unite_launch(given, (lists, pages), plan, chunk)
+    yield from _rows_launches(q, out, cache, plan, lists, scale, chunk)
+    if not plan.is_decode:
+        yield _tiles_launch(q, out, cache, plan, (lists, pages), scale, chunk)
+
+
+# --- everything ----------------------------------------------------------------------------------
+
+
+def _dense_launches(
+    q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float
+) -> Iterator[Launch]:
+    target, query_len = plan.target, plan.shape.query_len
+    vectors = power_of_2(query_len) * power_of_2(q.shape[1] // cache.layout.num_kv_heads)
+    tuning = target.dense_fp8 if cache.layout.has_scales else target.dense
+    if vectors >= _WIDE:
+        tuning = target.wide
+    group, group_pad, common = _attend_args(q, out, cache, plan, scale, tuning)
+    heads, slots = cache.layout.num_kv_heads, plan.slots
+    partial, lse = _partials(plan, (heads, slots, query_len * group, q.shape[2]))
+    args = dict(
+        **common,
+        partial_ptr=partial,
+        lse_ptr=lse,
+        work_ptr=plan.tables["work"],
+        lengths_ptr=plan.tables["lengths"],
+        stride_slot=slots,
+        query_len=query_len,
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        M=max(_NARROWEST, vectors),
+        ROW_MASK=query_len > 1,
+        PLAN_TILE=SPLIT.tile_tokens,
+    )
+    grid = (plan.tables["work"].shape[0], heads)
+    yield Launch(attend_kernels.attend_dense, grid, args, options_of(target, tuning))
+    extents = (q.shape[0] // query_len, heads, query_len * group)
+    yield _merge_launch(out, plan, (partial, lse), extents, common, slots)
+
+
+def _prefill_launch(q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Launch:
+    target = plan.target
+    tuning = target.prefill_fp8 if cache.layout.has_scales else target.prefill
+    group, group_pad, common = _attend_args(q, out, cache, plan, scale, tuning)
+    args = dict(
+        **common,
+        tiles_ptr=plan.tables["tiles"],
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        M=max(_NARROWEST, plan.tile_tokens * group_pad),
+    )
+    grid = (plan.num_tiles, cache.layout.num_kv_heads)
+    return Launch(attend_kernels.attend_prefill, grid, args, options_of(target, tuning))
+
+
+# --- chosen blocks -------------------------------------------------------------------------------
+
+
+def _rows_launches(
+    q: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    plan: Plan,
+    blocks: Scores | Tensor,
+    scale: float,
+    chunk: Chunk,
+) -> Iterator[Launch]:
+    """Every row (query token x KV head) of a chunk for itself, from scores or from lists."""
+    target, num_tokens = plan.target, chunk.end - chunk.first
+    tuning = target.blocks_fp8 if cache.layout.has_scales else target.blocks
+    group, _, common = _attend_args(q, out, cache, plan, scale, tuning)
+    heads = cache.layout.num_kv_heads
+    if isinstance(blocks, Scores):
+        source, top, selection = blocks.values, blocks.selection.top_blocks, blocks.selection
+        stride_scores = source.stride(1)
+    else:
+        source, top, selection = blocks, blocks.shape[2], Selection(blocks.shape[2])
+        stride_scores = 0
+    parts = plan.row_parts(heads, top)
+    slots = num_tokens * parts if parts > 1 else 0
+    partial, lse = _partials(plan, (heads, slots, group, q.shape[2]))
+    ragged = not plan.is_decode
+    args = dict(
+        **(common | {"TILE": min(tuning.tile, cache.layout.page_size)}),
+        partial_ptr=partial,
+        lse_ptr=lse,
+        source_ptr=source,
+        lengths_ptr=plan.tables["lengths"],
+        token_sequence_ptr=plan.tables["token_sequence" if ragged else "lengths"],
+        positions_ptr=plan.positions,
+        stride_scores=stride_scores,
+        query_len=plan.shape.query_len,
+        first_token=chunk.first,
+        init_blocks=selection.init_blocks,
+        local_blocks=selection.local_blocks,
+        GROUP=group,
+        M=max(_NARROWEST, power_of_2(group)),
+        TOP=top,
+        TOP_PAD=power_of_2(top),
+        PARTS=parts,
+        FROM_SCORES=isinstance(blocks, Scores),
+        RAGGED=ragged,
+        FEW=target.few_blocks,
+        MANY=target.many_blocks,
+    )
+    grid = (num_tokens, heads, parts)
+    yield Launch(attend_kernels.attend_blocks, grid, args, options_of(target, tuning))
+    if parts > 1:
+        mine, extents = out[chunk.first : chunk.end], (num_tokens, heads, group)
+        yield _merge_launch(mine, plan, (partial, lse), extents, common, slots, static_parts=parts)
+
+
+def _unite_launch(lists: Tensor, unions: tuple[Tensor, Tensor], plan: Plan, chunk: Chunk) -> Launch:
+    """Lists, or unions with their pages where a tile shares enough blocks; maybe in place."""
+    target, top = plan.target, lists.shape[2]
+    records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
+    args = dict(
+        lists_ptr=lists,
+        unions_ptr=unions[0],
+        pages_ptr=unions[1],
+        tiles_ptr=records,
+        table_ptr=plan.page_table,
+        stride_table=plan.page_table.stride(0),
+        first_token=chunk.first,
+        row_blocks_per_step=target.row_blocks_per_step,
+        TOKENS=plan.row_tile_tokens,
+        TOP=top,
+        TOP_PAD=power_of_2(top),
+        PDL=target.pdl,
+    )
+    grid = (records.shape[0], lists.shape[1])
+    return Launch(tile_kernels.unite_lists, grid, args, options_of(target, Tuning(0, 4, 1)))
+
+
+def _tiles_launch(
+    q: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    plan: Plan,
+    unions: tuple[Tensor, Tensor],
+    scale: float,
+    chunk: Chunk,
+) -> Launch:
+    """Tiles of a chunk whose query tokens share enough blocks."""
+    target, top = plan.target, unions[0].shape[2]
+    tuning = target.prefill_fp8 if cache.layout.has_scales else target.prefill
+    group, group_pad, common = _attend_args(q, out, cache, plan, scale, tuning)
+    records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
+    del common["table_ptr"], common["stride_table"]  # pages are in the unions
+    args = dict(
+        **(common | {"TILE": min(tuning.tile, cache.layout.page_size)}),
+        unions_ptr=unions[0],
+        pages_ptr=unions[1],
+        tiles_ptr=records,
+        first_token=chunk.first,
+        GROUP=group,
+        GROUP_PAD=group_pad,
+        M=max(_NARROWEST, plan.row_tile_tokens * group_pad),
+        TOKENS=plan.row_tile_tokens,
+        TOP=top,
+        TOP_PAD=power_of_2(top),
+    )
+    grid = (records.shape[0], cache.layout.num_kv_heads)
+    return Launch(tile_kernels.attend_tiles, grid, args, options_of(target, tuning))
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def _partials(plan: Plan, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    """Partial results [K, slots, vectors, D] and their logarithms; unused memory without slots."""
+    if shape[1] == 0:
+        unused = plan.tables["lengths"].view(torch.float32)
+        return unused, unused
+    partial = plan.scratch.take("partial_out", shape, torch.float32)
+    return partial, plan.scratch.take("partial_lse", shape[:3], torch.float32)
+
+
+def _merge_launch(
+    out: Tensor,
+    plan: Plan,
+    parts: tuple[Tensor, Tensor],
+    extents: tuple[int, int, int],
+    common: Mapping[str, Any],
+    slots: int,
+    static_parts: int = 0,
+) -> Launch:
+    """Merge; ``extents`` are rows, KV heads and query vectors of a row."""
+    target, (rows, heads, vectors) = plan.target, extents
+    how: Merge
+    if static_parts:
+        most = plan.shape.max_tokens * heads  # of the shape, not of the step: nothing recompiles
+        how = next(m for m in target.merge_blocks if most <= m.upto)
+    else:
+        how = next(m for m in target.merge if -(-slots // plan.shape.max_seqs) <= m.upto)
+    dim = common["D"]
+    width = min(how.width, dim)
+    args = dict(
+        out_ptr=out,
+        partial_ptr=parts[0],
+        lse_ptr=parts[1],
+        rows_ptr=plan.tables["lengths" if static_parts else "rows"],
+        stride_out_token=out.stride(0),
+        stride_out_head=out.stride(1),
+        stride_slot=slots,
+        query_len=1 if static_parts else plan.shape.query_len,
+        GROUP=out.shape[1] // heads,
+        D=dim,
+        C=common["C"],
+        VECTORS=how.vectors,
+        WIDTH=width,
+        CHUNK=min(how.chunk, power_of_2(static_parts)) if static_parts else how.chunk,
+        STATIC_PARTS=static_parts,
+        PAIRS=common["PAIRS"],
+        EARLY=how.early,
+        PDL=target.pdl,
+    )
+    grid = (rows, heads, -(-vectors // how.vectors) * (dim // width))
+    return Launch(
+        attend_kernels.merge_parts, grid, args, options_of(target, Tuning(0, how.warps, 1))
+    )
+
+
+def _attend_args(
+    q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float, tuning: Tuning
+) -> tuple[int, int, dict[str, Any]]:
+    """Group, padded group, and the arguments that every attention kernel has."""
+    layout, target = cache.layout, plan.target
+    group, rest = divmod(q.shape[1], layout.num_kv_heads)
+    if rest or q.shape[2] != layout.head_dim:
+        raise ContractError(
+            "queries",
+            got=tuple(q.shape),
+            expected=f"heads a multiple of {layout.num_kv_heads}, {layout.head_dim} channels",
+        )
+    if q.stride() != out.stride() or q.stride(2) != 1:
+        raise ContractError("strides of queries", got=q.stride(), expected=str(out.stride()))
+    k, pairs = paired(cache.k, target)
+    v, _ = paired(cache.v, target)
+    k_scale, v_scale = scales_of(cache)
+    return (
+        group,
+        power_of_2(group),
+        dict(
+            q_ptr=q,
+            out_ptr=out,
+            k_ptr=k,
+            v_ptr=v,
+            k_scale_ptr=k_scale,
+            v_scale_ptr=v_scale,
+            table_ptr=plan.page_table,
+            stride_q_token=q.stride(0),
+            stride_q_head=q.stride(1),
+            **strides_of(k, v, k_scale),
+            STRIDE_K_TOKEN=k.stride(2),
+            STRIDE_V_TOKEN=v.stride(2),
+            stride_table=plan.page_table.stride(0),
+            score_scale=scale * _LOG2_E,
+            D=q.shape[2],
+            C=k.shape[3],
+            TILE=tuning.tile,
+            PAGE=layout.page_size,
+            OPERAND=operand_of(cache.k, target),
+            SCALED=layout.has_scales,
+            PAIRS=pairs,
+            STAGES=tuning.stages,
+            PDL=target.pdl,
+        ),
+    )
