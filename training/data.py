@@ -6,6 +6,7 @@ makes the batches of steps w, w + n, ... in order.
 
 import multiprocessing
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 
 from minuet.evals import tasks
 from minuet.evals.tasks.base import Problem, Split
-from minuet.models.m3.sample_tokenizer import EOS, PAD, TURN, chat_template
+from minuet.models.m3.sample_tokenizer import EOS, MARKERS, PAD, TURN, chat_template
 from minuet.server.template import Template
 
 SHORT = 448
@@ -23,6 +24,11 @@ SHORT = 448
 
 _ANSWER, _TEXT, _NOTHING = 2, 1, 0
 """How a target counts: part of an answer, of the rest, or not at all."""
+
+# What the tokenizer cuts a text into before BPE: digits one by one, words and marks with the space
+# before them, other white space together; markers are cut out first.
+_PIECES = re.compile(r"\d| ?[^\W\d_]+| ?(?:[^\s\w]|_)+|\s+(?=\d)|\s+(?!\S)|\s+")
+_MARKERS = re.compile("(" + "|".join(re.escape(text) for text, _ in MARKERS) + ")")
 
 _TASK_SHARES = {"arithmetic": 0.6, "wordproblems": 0.2, "lists": 0.15, "talk": 0.05}
 _TALK = (
@@ -69,6 +75,7 @@ class Rows:
         self._pad, self._turn, self._end = vocab[PAD], vocab[TURN], vocab[EOS]
         self._ai = vocab["ai"]
         self._template = Template(chat_template(), {}, [], self.encode)
+        self._known: dict[str, list[int]] = {}
         self.seed("")
 
     def seed(self, seed: str) -> None:
@@ -81,8 +88,17 @@ class Rows:
         }
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids of a text: those of its pieces, each tokenised once and remembered.
+
+        Some ten times faster than the tokenizer on a text, and equal to it (``tests/training``).
+        """
+        ids: list[int] = []
+        known = self._known
+        for number, part in enumerate(_MARKERS.split(text)):
+            for piece in [part] if number % 2 else _PIECES.findall(part):
+                if piece not in known:
+                    known[piece] = self._tokenizer.encode(piece, add_special_tokens=False).ids
+                ids += known[piece]
         return ids
 
     def batch(self, rows: Sequence[tuple[list[int], list[int]]], length: int) -> Batch:
@@ -115,21 +131,13 @@ class Rows:
             messages, tools=tools, add_generation_prompt=False, kwargs={"thinking_mode": mode}
         ).token_ids
         kinds = [_TEXT] * len(ids)
-        at = 0
-        while (at := self._next_answer(ids, at)) < len(ids):
-            end = ids.index(self._end, at) + 1
-            kinds[at:end] = [_NOTHING if untaught > 0 else _ANSWER] * (end - at)
-            untaught -= 1
-            at = end
+        for at, token in enumerate(ids):
+            if token == self._turn and ids[at + 1] == self._ai:
+                start = at + 3  # after turn marker, ``ai``, newline
+                end = ids.index(self._end, start) + 1
+                kinds[start:end] = [_NOTHING if untaught > 0 else _ANSWER] * (end - start)
+                untaught -= 1
         return ids, kinds
-
-    def _next_answer(self, ids: list[int], at: int) -> int:
-        """Where the next answer begins: after turn marker, ``ai``, newline."""
-        while self._turn in ids[at:]:
-            at = ids.index(self._turn, at) + 1
-            if ids[at] == self._ai:
-                return at + 2
-        return len(ids)
 
     def short(self) -> tuple[list[int], list[int]]:
         """A row of short conversations, of one of several kinds."""
@@ -189,7 +197,7 @@ class Rows:
         """A long text, and questions about it in turn; about ``length`` tokens."""
         rng = self._rng
         questions = 1 if rng.random() < 0.1 else max(2, length // rng.choice((80, 128, 200)))
-        room = int((length - 80 - 26 * questions) / 1.03)
+        room = int((length - 80 - 26 * questions) / 1.05)
         facts = max(questions, room // rng.choice((40, 64, 128)))
         facts = min(facts, room // 24, 1000)
         stack = tasks.haystack(self._split, rng.getrandbits(48), room, facts=facts)

@@ -61,7 +61,7 @@ class Report:
     loads: list[Tensor] = field(default_factory=list)
 
 
-# --- element by element: fused by torch.compile on a GPU ----------------------------------------------------------
+# --- element by element: fused by torch.compile on a GPU ----------------------
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

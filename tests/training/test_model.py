@@ -1,16 +1,14 @@
 """The trainable model computes what the engine computes from its exported checkpoint."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from training.model import Model, Pass
 
 from minuet.models.m3.export import config_json, shape_of
 from minuet.models.m3.sample_tokenizer import marker_ids, train
 from minuet.models.m3.spec import parse
 from tests.engine.desk import engine, row_logits, token_ids
 from training import attention, checkpoint
-from training.model import Model, Pass
 
 SHAPE = shape_of("tiny", dtype="float32")
 LENGTH = 90  # 23 blocks of 4, of which 3 are chosen
