@@ -311,11 +311,12 @@ def measured(name: str, tokens: int, pool: Pool, limits: dict[str, float]) -> di
 
 @dataclass(frozen=True)
 class Candidate:
-    """One tiling of one product."""
+    """One tiling of one product, compiled for small steps (they fetch ahead) or for large ones."""
 
     which: str
     rows: int
     product: Product
+    small: bool
 
 
 def candidates(which: str, tokens: int) -> Iterator[Candidate]:
@@ -342,7 +343,7 @@ def candidates(which: str, tokens: int) -> Iterator[Candidate]:
             continue
         if tokens > 64 and sums < 16:
             continue
-        yield Candidate(which, rows, Product(n, c, warps, stages))
+        yield Candidate(which, rows, Product(n, c, warps, stages), tokens <= 64)
 
 
 def tiling_of(one: Candidate) -> Tiling:
@@ -371,7 +372,7 @@ def compile_one(one: Candidate) -> str:
     )  # fmt: skip
     index = torch.empty(4, dtype=torch.int32, device="meta")
     routing = launch.Routing(index, index, index.view(1, 4).expand(17, 4))
-    made = product_launch(one, empty(4, HIDDEN), mine, routing, target)
+    made = product_launch(one, empty(4 if one.small else 100, HIDDEN), mine, routing, target)
     args = [made.args[parameter.name] for parameter in made.kernel.params]
     args = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
     try:

@@ -95,7 +95,9 @@ def shape(logits: Tensor, params: Tensor, entries: Tensor) -> None:
     logits[rows, tokens] = score + bias
 
 
-def draw(logits: Tensor, params: Tensor, tokens: Tensor, stuck: Tensor) -> None:
+def draw(
+    logits: Tensor, params: Tensor, tokens: Tensor, stuck: Tensor, modes: frozenset[int]
+) -> None:
     """One token per row, as its parameters say.
 
     Args:
@@ -103,18 +105,20 @@ def draw(logits: Tensor, params: Tensor, tokens: Tensor, stuck: Tensor) -> None:
         params: [R, WIDTH] int32, see :mod:`.columns`.
         tokens: [R] int64; written where the mode is not KEEP.
         stuck: [R] bool; likewise: no token is possible.
+        modes: those that occur; no others are looked for.
     """
     mode = params[:, columns.MODE]
-    for row in (mode != columns.KEEP).nonzero()[:, 0].tolist():
-        x, line = logits[row], params[row : row + 1]
+    for one in sorted(modes - {columns.KEEP}):
+        rows = (mode == one).nonzero()[:, 0]
+        x, lines = logits[rows], params[rows]
         possible = x > _NEVER
         score = x
-        if int(mode[row]) != columns.LARGEST:
-            keep = filtered(x[None], line)[0] if int(mode[row]) == columns.FILTERED else possible
-            score = x * _floats(line, columns.INVERSE_TEMPERATURE) + noise(line, len(x))[0]
-            score = torch.where(keep & possible, score, _NEVER)
-        tokens[row] = greedy(score[None])[0][0]
-        stuck[row] = not bool(possible.any())
+        if one != columns.LARGEST:
+            keep = filtered(x, lines) if one == columns.FILTERED else possible
+            inverse = _floats(lines, columns.INVERSE_TEMPERATURE)[:, None]
+            score = torch.where(keep, x * inverse + noise(lines, x.shape[1]), _NEVER)
+        tokens[rows] = greedy(score)[0]
+        stuck[rows] = ~possible.any(-1)
 
 
 def noise(params: Tensor, vocab: int) -> Tensor:

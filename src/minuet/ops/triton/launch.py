@@ -235,6 +235,13 @@ def cos_sin_launch(
     return Launch(row_kernels.cos_sin, grid, args, _options(target, 4))
 
 
+def prefetch_launch(weight: Tensor, target: Target | None = None) -> Launch:
+    """Ask for a weight to be in L2 soon; returns before it is."""
+    target = target or target_of(weight.device)
+    args = dict(weight_ptr=weight, LINES=weight.nbytes // 128, BLOCK=256, PDL=target.pdl)
+    return Launch(row_kernels.prefetch, (target.prefetch_programs,), args, _options(target, 4))
+
+
 # --- experts -------------------------------------------------------------------------------------
 
 

@@ -171,7 +171,7 @@ def draw_filtered(
         k = tl.load(params_ptr + row * WIDTH + TOP_K).to(tl.int64)
         k = tl.where((k == 0) | (k > alive), alive, k)
         # until shown otherwise: the candidates are too many, or too few
-        decided = False
+        decided = count < 0
         key = tl.full([LIST], NOTHING, tl.int64)
         slot = tl.arange(0, LIST)
         keep = slot < 0
@@ -247,26 +247,29 @@ def _end_of(base, vocab, top, inverse, limit, BY_WEIGHT: tl.constexpr, TILE: tl.
     while low < high:
         middle = low + (high - low) // 2
         above, weight = _sums(base, vocab, top, inverse, middle.to(tl.int32), BY_WEIGHT, TILE)
-        fits = tl.where(BY_WEIGHT, weight, above) < limit
+        before = above
+        if BY_WEIGHT:
+            before = weight
+        fits = before < limit
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, middle + 1)
     last = low.to(tl.int32)
     above, weight = _sums(base, vocab, top, inverse, last, True, TILE)
     each = (share_of(number_of(last), top, inverse) * UNIT).to(tl.int64)
+    # the lowest ids of the class until the limit is reached, or all of them
+    left = limit - above
+    step = tl.full([], 1, tl.int64)
     if BY_WEIGHT:
-        left = tl.where(each > 0, (limit - weight + each - 1) // tl.maximum(each, 1), _MANY)
-    else:
-        left = limit - above
-    # the left-th lowest id of the class
+        left = limit - weight
+        step = each
     low_id = tl.full([], 0, tl.int32)
     high_id = tl.zeros([], tl.int32) + vocab
     while low_id < high_id:
         middle_id = (low_id + high_id) // 2
-        found = _members(base, vocab, last, middle_id, TILE)
-        low_id = tl.where(found < left, middle_id + 1, low_id)
-        high_id = tl.where(found < left, high_id, middle_id)
-    members = _members(base, vocab, last, low_id, TILE)
-    return last, low_id, weight + tl.minimum(members, left) * each
+        short = _members(base, vocab, last, middle_id, TILE) * step < left
+        low_id = tl.where(short, middle_id + 1, low_id)
+        high_id = tl.where(short, high_id, middle_id)
+    return last, low_id, weight + _members(base, vocab, last, low_id, TILE) * each
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, prefetch_lines, wait_for_previous
 
 
 @triton.jit
@@ -106,3 +106,14 @@ def cos_sin(
     tl.store(cos_ptr + at, tl.cos(angle), mask=inside)
     tl.store(sin_ptr + at, tl.sin(angle), mask=inside)
     let_next_start(PDL)
+
+
+@triton.jit
+def prefetch(
+    weight_ptr,
+    LINES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Ask for LINES times 128 bytes of a weight, spread over all programs."""
+    let_next_start(PDL)
+    prefetch_lines(weight_ptr, tl.program_id(0), tl.num_programs(0), LINES, BLOCK)
+    wait_for_previous(PDL)

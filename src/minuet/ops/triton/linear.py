@@ -1,0 +1,127 @@
+"""The batch-invariant product in Triton: tiles per arch, and how K is split.
+
+The tile and the splits follow from N and K alone, never from the number of rows.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minuet.errors import ContractError
+from minuet.ops.triton.kernels import linear as kernels
+from minuet.platform.triton import Launch, arch_name
+
+# T rows, K input features, N output features
+
+_ADD_BLOCK = 1024
+# Up to so many rows splits run side by side: beyond, rows alone fill the device.
+_SPLIT_ROWS = 128
+_OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The one configuration of an arch.
+
+    Attributes:
+        m: rows of a tile.
+        n: outputs of a tile.
+        k: columns of a step.
+        num_warps: warps of a program.
+        num_stages: depth of the pipeline of loads.
+        programs: tiles of one row block are split along K until they are so many.
+    """
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+    def splits(self, n_size: int, k_size: int) -> int:
+        """Parts of K, from the sizes of the weight alone."""
+        steps = triton.cdiv(k_size, self.k)
+        wanted = max(1, min(steps, self.programs // triton.cdiv(n_size, self.n)))
+        return triton.cdiv(steps, triton.cdiv(steps, wanted))  # no part is empty
+
+
+_HOPPER = Tile(64, 128, 128, 4, 4, 132)
+_CDNA = Tile(64, 128, 64, 4, 2, 256)
+TILES: Mapping[str, Tile] = MappingProxyType(
+    {
+        "sm90": _HOPPER,
+        "sm100": _HOPPER,
+        "gfx942": _CDNA,
+        "gfx950": _CDNA,
+        "gfx1250": _CDNA,
+        "cpu": Tile(64, 32, 32, 4, 2, 4),  # Triton's interpreter
+    }
+)
+
+
+def invariant_linear(
+    x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None, tile: Tile | None = None
+) -> Tensor:
+    """See :func:`minuet.ops.linear.invariant_linear`."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty((rows.shape[0], weight.shape[0]), dtype=out_dtype or x.dtype, device=x.device)
+    for launch in linear_launches(rows, weight, out, arch_name(x.device), tile):
+        launch()
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_launches(
+    x: Tensor, weight: Tensor, out: Tensor, arch: str, tile: Tile | None = None
+) -> Iterator[Launch]:
+    """The launches of :func:`invariant_linear` on an arch; a tile of one's own is for measuring.
+
+    Raises:
+        ContractError: shapes or types that do not belong together.
+    """
+    (rows, k_size), n_size = x.shape, weight.shape[0]
+    if weight.shape[1] != k_size or weight.dtype != x.dtype or x.dtype not in _OPERANDS:
+        raise ContractError(
+            "operands of the invariant product",
+            got=f"{x.dtype} {tuple(x.shape)}, {weight.dtype} {tuple(weight.shape)}",
+            expected="[T, K] and [N, K], both bfloat16 or both float16",
+        )
+    if rows == 0:
+        return
+    tile = tile or TILES[arch]
+    splits = tile.splits(n_size, k_size)
+    side_by_side = splits > 1 and rows <= _SPLIT_ROWS
+    target = out
+    if side_by_side:
+        target = torch.empty((splits, rows, n_size), dtype=torch.float32, device=x.device)
+    # the interpreter multiplies 16-bit numbers wrongly
+    operand: Any = tl.float32 if arch == "cpu" else _OPERANDS[x.dtype]
+    tiles = triton.cdiv(n_size, tile.n), triton.cdiv(rows, tile.m)
+    yield Launch(
+        kernels.linear_tiles,
+        (*tiles, splits) if side_by_side else tiles,
+        {
+            "x_ptr": x, "w_ptr": weight, "out_ptr": target, "rows": rows, "n_size": n_size,
+            "k_size": k_size, "x_stride": x.stride(0), "w_stride": weight.stride(0),
+            "splits": splits, "M": tile.m, "N": tile.n, "K": tile.k,
+            "EVEN_K": k_size % tile.k == 0, "SPLIT": side_by_side, "OPERAND": operand,
+        },
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )  # fmt: skip
+    if side_by_side:
+        size = rows * n_size
+        yield Launch(
+            kernels.add_splits,
+            (triton.cdiv(size, _ADD_BLOCK),),
+            {
+                "parts_ptr": target, "out_ptr": out, "size": size, "splits": splits,
+                "BLOCK": _ADD_BLOCK,
+            },
+            {"num_warps": 4},
+        )  # fmt: skip
