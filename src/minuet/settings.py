@@ -246,7 +246,7 @@ SETTINGS: tuple[Setting, ...] = (
     _choice(
         "attention_backend",
         "--attention-backend",
-        ("auto", "cpu", "triton", "flydsl"),
+        ("auto", "cpu", "triton", "flydsl", "aiter"),
         AUTO,
         "device",
         "use only this backend; auto: the arch's order of preference",

@@ -70,7 +70,7 @@ def test_the_same_question_has_the_same_answer():
 def test_every_other_kernel_of_the_operation_answers_for_itself():
     choice = dispatch.choose(SELECT, get("sm90"))
     assert choice.kernel.name == "triton.select"
-    assert set(choice.refusals) == {"cpu.select", "flydsl.select"}
+    assert set(choice.refusals) == {"cpu.select", "flydsl.select", "aiter.select"}
     assert all(choice.refusals.values())
 
 

@@ -104,7 +104,8 @@ def test_every_call_of_every_shape_has_a_kernel_a_level_and_the_reasons_of_the_o
     names = {call["kernel"] for call in found["calls"]}
     for call in found["calls"]:
         assert call["level"]
-        assert {other["kernel"].partition(".")[0] for other in call["others"]} == {"triton", "cpu"}
+        others = {other["kernel"].partition(".")[0] for other in call["others"]}
+        assert others == {"triton", "aiter", "cpu"}
         assert all(other["refusals"] for other in call["others"])
     for shape in found["shapes"]:
         assert set(shape["kernels"].values()) == names

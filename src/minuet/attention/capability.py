@@ -208,6 +208,8 @@ class Capability:
         split: how a decode step is divided over workers; None where the operation does not split.
         workspace: bytes one call needs, from the problem and the largest step.
         requires: Python packages the launcher imports.
+        probe: ``module:function`` that says, without importing them, what of the installed
+            packages does not fit; empty for nothing to ask.
     """
 
     name: str
@@ -235,6 +237,7 @@ class Capability:
     split: SplitPolicy | None = None
     workspace: Callable[[Problem, StepSizes], tuple[WorkspaceSpec, ...]] = no_workspace
     requires: tuple[str, ...] = ()
+    probe: str = ""
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -411,6 +414,9 @@ def missing_artefacts(capability: Capability) -> tuple[Refusal, ...]:
     reached, since some compilers answer one by ending the process.
     """
     lacking = [f"package {name}" for name in capability.requires if find_spec(name) is None]
+    if capability.probe and not lacking:
+        place, _, name = capability.probe.partition(":")
+        lacking += getattr(importlib.import_module(place), name)()
     module = capability.target.partition(":")[0]
     # find_spec imports the parents of what it looks for: ask for them first
     if find_spec(module.rpartition(".")[0]) is None or find_spec(module) is None:

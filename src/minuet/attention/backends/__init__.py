@@ -6,6 +6,7 @@ Adding a backend is adding its ``spec`` here; adding an arch is adding its order
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 
+from minuet.attention.backends.aiter import spec as aiter_spec
 from minuet.attention.backends.cpu import spec as cpu_spec
 from minuet.attention.backends.flydsl import spec as flydsl_spec
 from minuet.attention.backends.triton import spec as triton_spec
@@ -16,7 +17,7 @@ from minuet.platform.arch import Arch
 
 # The module, not its table: a test that changes a limit in a spec changes it for everybody.
 SPECS: Mapping[str, ModuleType] = MappingProxyType(
-    {"cpu": cpu_spec, "triton": triton_spec, "flydsl": flydsl_spec}
+    {"cpu": cpu_spec, "triton": triton_spec, "flydsl": flydsl_spec, "aiter": aiter_spec}
 )
 
 NAMES: tuple[str, ...] = tuple(SPECS)
@@ -25,14 +26,14 @@ NAMES: tuple[str, ...] = tuple(SPECS)
 # own table says that it is chosen by itself on the cpu arch only.
 PREFERENCE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "cpu": ("cpu", "triton", "flydsl"),
-        "sm80": ("triton", "flydsl", "cpu"),
-        "sm90": ("triton", "flydsl", "cpu"),
-        "sm100": ("triton", "flydsl", "cpu"),
-        "sm120": ("triton", "flydsl", "cpu"),
-        "gfx942": ("flydsl", "triton", "cpu"),
-        "gfx950": ("flydsl", "triton", "cpu"),
-        "gfx1250": ("flydsl", "triton", "cpu"),
+        "cpu": ("cpu", "triton", "flydsl", "aiter"),
+        "sm80": ("triton", "flydsl", "aiter", "cpu"),
+        "sm90": ("triton", "flydsl", "aiter", "cpu"),
+        "sm100": ("triton", "flydsl", "aiter", "cpu"),
+        "sm120": ("triton", "flydsl", "aiter", "cpu"),
+        "gfx942": ("flydsl", "triton", "aiter", "cpu"),
+        "gfx950": ("flydsl", "triton", "aiter", "cpu"),
+        "gfx1250": ("flydsl", "triton", "aiter", "cpu"),
     }
 )
 

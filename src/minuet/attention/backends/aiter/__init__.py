@@ -1,0 +1,1 @@
+"""Optional adapter to aiter's paged decode on AMD. Nothing here imports it until it is launched."""
