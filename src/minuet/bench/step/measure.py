@@ -17,7 +17,6 @@ import torch
 from minuet.attention.contract import LayerKind
 from minuet.bench.record import summary
 from minuet.bench.step.cell import Cell
-from minuet.bench.step.fill import fill
 from minuet.engine.batch import build
 from minuet.engine.start import Engine
 from minuet.engine.types import Pending, Step
@@ -73,37 +72,28 @@ def runner_of(engine: Engine) -> Runner:
 
 
 def measure(
-    engine: Engine, cells: Sequence[Cell], effort: Effort, read_bytes_per_s: float, seed: int = 0
-) -> list[dict[str, Any]]:
-    """One entry per cell.
+    engine: Engine, cell: Cell, effort: Effort, read_bytes_per_s: float, seed: int = 0
+) -> dict[str, Any]:
+    """Time one step, and hold it against the limit.
 
     Args:
-        engine: prepared for the cells; its cache is overwritten.
-        cells: what to run.
+        engine: prepared for the cell, its cache filled.
+        cell: what to run.
         effort: how long to look.
         read_bytes_per_s: of a plain read on this device, measured before.
-        seed: of tokens, pages and cache contents.
+        seed: of tokens and pages.
 
     Raises:
-        ConfigError: the pool does not hold a cell's contexts.
+        ConfigError: the pool does not hold the cell's contexts.
     """
-    runner: Runner = runner_of(engine)
-    fill(runner.cache, seed)
-    return [_measure(engine, runner, cell, effort, read_bytes_per_s, seed) for cell in cells]
-
-
-def _measure(
-    engine: Engine, runner: Runner, cell: Cell, effort: Effort, read_bytes_per_s: float, seed: int
-) -> dict[str, Any]:
-    plan, device = engine.plan, runner.cache.layers[0].k.device
-    page_size = plan.config.block_size
+    plan, runner = engine.plan, runner_of(engine)
+    device, page_size = runner.cache.layers[0].k.device, plan.config.block_size
     pages = _pages(cell, runner.cache.num_pages, page_size, seed)
     step = cell.step(pages, page_size, plan.facts.vocab, seed)
     with torch.inference_mode():
         launch = runner.launcher(step)
         seconds = time_calls(launch, device, iters=effort.iters, warmup=effort.warmup)
         kernels = kernel_times(launch, device, iters=_PROFILED) if effort.profile else []
-    experts = distinct_experts(runner, step)
     host = [_host_step_s(runner, step) for _ in range(min(effort.iters, _HOST_STEPS))]
     found = {
         "phase": cell.phase.value,
@@ -113,7 +103,7 @@ def _measure(
         "step_ms": summary(seconds, 1e3),
         "tokens_per_s": round(cell.num_tokens / statistics.median(seconds), 1),
         "submit_to_result_ms": summary(host, 1e3),
-        **_against_limit(engine, cell, seconds, experts, read_bytes_per_s),
+        **_against_limit(engine, cell, seconds, distinct_experts(runner, step), read_bytes_per_s),
     }
     if kernels:
         found["kernels"] = kernel_rows(kernels, found["step_ms"]["median"])

@@ -11,8 +11,9 @@ import torch
 
 from minuet.bench import record
 from minuet.bench.step.cell import Cell, settings_for
+from minuet.bench.step.fill import fill
 from minuet.bench.step.measure import Effort, measure
-from minuet.config import Options, Source
+from minuet.config import Options
 from minuet.engine.start import Engine, start
 from minuet.models.registry import find
 from minuet.models.slices import SliceSpec, write_slice
@@ -43,6 +44,28 @@ def run(
         RefusedError: the configuration cannot be served.
         ConfigError: a model, a slice or a cell that cannot be.
     """
+    read_bytes_per_s, engine = prepare(options, part, cells, announce)
+    seed = options["seed"]
+    found = [measure(engine, cell, effort, read_bytes_per_s, seed) for cell in cells]
+    return {
+        **described(engine, options["model"], part, read_bytes_per_s),
+        "iters": effort.iters,
+        "warmup": effort.warmup,
+        "cells": found,
+    }
+
+
+def prepare(
+    options: Options, part: SliceSpec, cells: Sequence[Cell], announce: Callable[[str], None]
+) -> tuple[float, Engine]:
+    """Bytes/s of a plain read on the device, and an engine for the cells with a filled cache.
+
+    Args:
+        options: what was asked for.
+        part: which part of the model.
+        cells: what will be measured, at least one.
+        announce: receives lines about the start.
+    """
     model = options["model"]
     with tempfile.TemporaryDirectory(prefix="minuet-") as scratch:
         if not part.is_whole:
@@ -53,17 +76,28 @@ def run(
         # before the engine takes the memory
         read_bytes_per_s = read_bandwidth(device_for(arch))
         engine = start(options, announce)
-    found = measure(engine, cells, effort, read_bytes_per_s, options["seed"])
+    fill(engine.runner.cache, options["seed"])
+    return read_bytes_per_s, engine
+
+
+def described(
+    engine: Engine, model: str, part: SliceSpec, read_bytes_per_s: float
+) -> dict[str, Any]:
+    """What a record says of the engine it is about.
+
+    Args:
+        engine: what was measured.
+        model: as it was named, before it was cut.
+        part: which part of it.
+        read_bytes_per_s: see :func:`prepare`.
+    """
     return {
         **record.header(),
         "kind": "minuet bench step",
         "model": {"name": model, **asdict(part), **_model(engine)},
         "device": _device(engine, read_bytes_per_s),
-        "iters": effort.iters,
-        "warmup": effort.warmup,
         "start_s": {name: round(s, 3) for name, s in engine.timings_s.items()},
-        "config": {name: value for name, value, _ in engine.plan.config.describe()},
-        "cells": found,
+        "config": {n: value for n, value, _ in engine.plan.config.describe() if n != "model"},
     }
 
 
@@ -95,6 +129,3 @@ def _device(engine: Engine, read_bytes_per_s: float) -> dict[str, Any]:
             "gpus": record.gpus(str(seen.uuid)),
         }
     return found
-
-
-__all__ = ["Source", "run"]
