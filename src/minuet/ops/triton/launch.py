@@ -10,18 +10,19 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minuet.errors import ContractError
+from minuet.ops.linear import invariant_linear, linear
 from minuet.ops.moe import Experts
 from minuet.ops.table import Ops
 from minuet.ops.triton.config import MANY, TARGETS, Product, Target, Tiling
 from minuet.ops.triton.kernels import experts as expert_kernels
 from minuet.ops.triton.kernels import route as route_kernels
 from minuet.ops.triton.kernels import rows as row_kernels
+from minuet.ops.triton.linear import RUNGS as LINEAR_RUNGS
 from minuet.platform.triton import Launch, arch_name
 
 # T tokens, H hidden, E experts, K experts of a token, I expert width
@@ -53,13 +54,15 @@ class Parts:
 def table(batch_invariant: bool) -> Ops:
     """The table ``triton`` of :func:`minuet.ops.table.ops_for`."""
     edges = {1, *(n + 1 for n in _ROUTE_TOKENS)}
-    if not batch_invariant:
+    if batch_invariant:
+        edges |= set(LINEAR_RUNGS)
+    else:
         tilings = {tiling for target in TARGETS.values() for tiling in target.tilings}
         edges |= {tiling.upto + 1 for tiling in tilings if tiling.upto < MANY}
     return Ops(
         name="triton",
         batch_invariant=batch_invariant,
-        linear=F.linear,
+        linear=invariant_linear if batch_invariant else linear,
         norm=norm,
         add=add,
         add_norm=add_norm,

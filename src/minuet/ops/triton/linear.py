@@ -22,6 +22,8 @@ from minuet.platform.triton import Launch, arch_name
 _ADD_BLOCK = 1024
 # Up to so many rows splits run side by side: beyond, rows alone fill the device.
 _SPLIT_ROWS = 128
+RUNGS = (1, _SPLIT_ROWS + 1)
+"""Row counts from which another kernel is used."""
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -49,7 +51,7 @@ class Tile:
         """Parts of K, from the sizes of the weight alone."""
         steps = triton.cdiv(k_size, self.k)
         wanted = max(1, min(steps, self.programs // triton.cdiv(n_size, self.n)))
-        return triton.cdiv(steps, triton.cdiv(steps, wanted))  # no part is empty
+        return int(triton.cdiv(steps, triton.cdiv(steps, wanted)))  # no part is empty
 
 
 _HOPPER = Tile(64, 128, 128, 4, 4, 132)
