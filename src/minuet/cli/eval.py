@@ -253,6 +253,7 @@ def _catalog(args: argparse.Namespace) -> int:
 
 def _entry(args: argparse.Namespace) -> int:
     from minuet.evals import catalog, entries, show
+    from minuet.evals.compare import Comparison
     from minuet.evals.run import Report
 
     folder = args.catalog or catalog.FOLDER
@@ -262,12 +263,10 @@ def _entry(args: argparse.Namespace) -> int:
         _write([json.dumps(outcome.as_json(), indent=2, ensure_ascii=False)])
     else:
         detail = outcome.detail
-        lines = (
-            show.report(detail, str(_out(args, entry.name)))
-            if isinstance(detail, Report)
-            else show.comparison(detail, _SHOWN)
-        )
-        _write(lines)
+        if isinstance(detail, Report):
+            _write(show.report(detail, str(_out(args, entry.name))))
+        elif isinstance(detail, Comparison):
+            _write(show.comparison(detail, _SHOWN))
         _write([f"{'passed' if outcome.passed else 'FAILED'}  {entry.name}: {outcome.said}"])
     return 0 if outcome.passed else 1
 

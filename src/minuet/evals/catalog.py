@@ -110,8 +110,9 @@ class Benchmark(
     Attributes:
         name: how ``--entry`` finds it; unique.
         summary: what it shows, in one sentence.
-        command: words after ``minuet bench``.
-        figure: where the figure stands in the command's JSON: names and indices between dots.
+        command: words after ``minuet bench``; in them ``{out}`` stands for the file that the
+            command is to write its JSON to.
+        figure: where the figure stands in that JSON: names and indices between dots.
         unit: of the figure.
         archs: where it is meant to run.
         card: whose figure it is.
@@ -259,8 +260,8 @@ def _paired_faults(entry: Paired, entries: Mapping[str, Entry]) -> Iterator[str]
 
 
 def _benchmark_faults(entry: Benchmark) -> Iterator[str]:
-    if not entry.command:
-        yield "no command"
+    if "{out}" not in entry.command:
+        yield "the command writes no {out}"
     if entry.at_least is None and entry.at_most is None:
         yield "no threshold"
     yield from _baseline_faults(entry.baseline)

@@ -1,12 +1,17 @@
 """Runs entries of the catalog and says whether they pass."""
 
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from minuet.errors import ConfigError
+from minuet.errors import ConfigError, MinuetError
 from minuet.evals import questions
 from minuet.evals.api import Server
 from minuet.evals.catalog import FOLDER, Accuracy, Benchmark, Entry, Paired, accuracy
@@ -56,21 +61,22 @@ class Outcome:
         entry: which.
         passed: whether its threshold is met.
         said: the verdict in one line.
-        detail: scores or the comparison.
+        detail: scores, the comparison, or what a benchmark recorded.
     """
 
     entry: Entry
     passed: bool
     said: str
-    detail: Report | Comparison
+    detail: Report | Comparison | dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
         """The verdict and what it rests on."""
+        detail = self.detail
         return {
             "entry": self.entry.name,
             "passed": self.passed,
             "verdict": self.said,
-            "result": self.detail.as_json(),
+            "result": detail if isinstance(detail, dict) else detail.as_json(),
         }
 
 
@@ -83,14 +89,11 @@ def run_entry(entry: Entry, means: Means, folder: Path = FOLDER) -> Outcome:
         folder: of the catalog that it is from; a pair names its other half there.
 
     Raises:
-        ConfigError: a benchmark, which ``minuet bench`` runs, or a pair on one running server.
-        MinuetError: the server did not start, or did not answer.
+        ConfigError: a pair on one running server, or data that is not named.
+        MinuetError: the server did not start or did not answer, or the benchmark failed.
     """
     if isinstance(entry, Benchmark):
-        words = " ".join(entry.command)
-        raise ConfigError(
-            f"{entry.name} is a benchmark", remedy=f"run `minuet bench {words}` for its figure"
-        )
+        return judge_benchmark(entry, _benchmark(entry))
     if isinstance(entry, Accuracy):
         return judge_accuracy(entry, _ask(entry, entry.flags, means)[1])
     if means.base_url:
@@ -133,6 +136,45 @@ def judge_paired(entry: Paired, comparison: Comparison) -> Outcome:
     if not whole:
         said += f"; {comparison.unpaired} questions were answered by one run only"
     return Outcome(entry, passed and whole, said, comparison)
+
+
+def judge_benchmark(entry: Benchmark, record: dict[str, Any]) -> Outcome:
+    """Whether a benchmark's figure is within the entry's bounds.
+
+    Raises:
+        ConfigError: the record has no such figure.
+    """
+    value: Any = record
+    for name in entry.figure.split("."):
+        try:
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise ConfigError(
+                f"{entry.name}: the record has no {entry.figure}",
+                got=sorted(value) if isinstance(value, dict) else repr(value)[:80],
+                expected=name,
+            ) from None
+    low = -inf if entry.at_least is None else entry.at_least
+    high = inf if entry.at_most is None else entry.at_most
+    said = f"{value:.6g} {entry.unit}, wanted {low:g} to {high:g}"
+    return Outcome(entry, bool(low <= value <= high), said, record)
+
+
+def _benchmark(entry: Benchmark) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="minuet-") as scratch:
+        out = Path(scratch) / "record.json"
+        words = [str(out) if word == "{out}" else word for word in entry.command]
+        done = subprocess.run(
+            [sys.executable, "-m", "minuet", "bench", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode or not out.is_file():
+            last = done.stderr.strip().splitlines()[-1:] or ["no record was written"]
+            raise MinuetError(f"minuet bench ended with code {done.returncode}: {last[0]}")
+        record: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        return record
 
 
 def task_of(entry: Accuracy, means: Means) -> Task:
