@@ -70,7 +70,7 @@ test-gpu: $(STAMP_EXTRAS) ## the tests that need a GPU, one at a time
 	$(PY) -m pytest -m gpu -n 0 --durations=15 $(ARGS)
 
 .PHONY: check
-check: lint types contracts workflows docs-check ## all that needs no test run: the next five
+check: lint types contracts workflows docs-check catalog ## all that needs no test run: the next six
 
 .PHONY: lint
 lint: $(STAMP_EXTRAS) ## ruff, codespell, shellcheck, declared dependencies, file sizes
@@ -97,6 +97,10 @@ workflows: $(STAMP_EXTRAS) ## the GitHub workflows (jactionlint)
 .PHONY: docs-check
 docs-check: $(STAMP_EXTRAS) ## the generated pages are what `make docs` writes
 	$(PY) -m minuet.docs --check
+
+.PHONY: catalog
+catalog: $(STAMP_EXTRAS) ## the entries of the evaluation catalog are valid
+	$(PY) -m minuet eval --check
 
 # --- change it ---------------------------------------------------------------------------------
 
