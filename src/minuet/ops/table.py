@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from minuet.errors import ContractError
 from minuet.ops.activation import swiglu_oai
-from minuet.ops.linear import linear
 from minuet.ops.moe import Experts, experts_forward, route
 from minuet.ops.norm import gemma_rms_norm
 from minuet.ops.rope import cos_sin
@@ -99,14 +99,14 @@ def _moe(hidden: Tensor, experts: Experts) -> Tensor:
         experts.alpha,
         experts.limit,
     )
-    inner = swiglu_oai(linear(hidden, experts.shared_gate_up), experts.alpha, experts.limit)
-    return routed + linear(inner, experts.shared_down)
+    inner = swiglu_oai(F.linear(hidden, experts.shared_gate_up), experts.alpha, experts.limit)
+    return routed + F.linear(inner, experts.shared_down)
 
 
 _REFERENCE = Ops(
     name=REFERENCE,
     batch_invariant=False,
-    linear=linear,
+    linear=F.linear,
     norm=gemma_rms_norm,
     add=_add,
     add_norm=_add_norm,

@@ -10,12 +10,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from minuet.errors import ContractError
-from minuet.ops.linear import invariant_linear, linear
 from minuet.ops.moe import Experts
 from minuet.ops.table import Ops
 from minuet.ops.triton.config import MANY, TARGETS, Product, Target, Tiling
@@ -23,6 +23,7 @@ from minuet.ops.triton.kernels import experts as expert_kernels
 from minuet.ops.triton.kernels import route as route_kernels
 from minuet.ops.triton.kernels import rows as row_kernels
 from minuet.ops.triton.linear import RUNGS as LINEAR_RUNGS
+from minuet.ops.triton.linear import invariant_linear
 from minuet.platform.triton import Launch, arch_name
 
 # T tokens, H hidden, E experts, K experts of a token, I expert width
@@ -62,7 +63,7 @@ def table(batch_invariant: bool) -> Ops:
     return Ops(
         name="triton",
         batch_invariant=batch_invariant,
-        linear=invariant_linear if batch_invariant else linear,
+        linear=invariant_linear if batch_invariant else F.linear,
         norm=norm,
         add=add,
         add_norm=add_norm,
