@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_timing import CALLS, REPLAYS, ceilings, compare, header, plain_read
 
 from minuet.attention.backends.triton import config, launch
+from minuet.attention.backends.triton.spec import SPLIT
 from minuet.attention.backends.triton.step import Plan, Planner, StepShape
 from minuet.attention.batch import AttentionBatch
 from minuet.attention.reference import Selection
@@ -220,7 +221,7 @@ def static_call(cell: Cell, lens: tuple[int, ...]) -> Callable[[int], torch.Tens
     """Dense attention under a static split: the same number of parts for every sequence."""
     plans, scale = cell.plans(cell.target, lens), DIM**-0.5
     shape = plans[0].shape
-    split = shape.split(launch.SPLIT.tile_tokens, launch.SPLIT.parts_per_unit)
+    split = shape.split(SPLIT.tile_tokens, SPLIT.parts_per_unit)
     most = max(1, split.budget // cell.batch)
     work, rows, slot = [], [], 0
     for sequence, length in enumerate(lens):
