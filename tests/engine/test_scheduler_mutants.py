@@ -8,11 +8,11 @@ import pytest
 
 from minuet.engine import scheduler
 from minuet.engine.bounds import pages_soon
-from minuet.engine.flight import Flight, Outlook, StepPlan, outlook
+from minuet.engine.flight import Flight, StepPlan, outlook
 from minuet.engine.pages import PagePool
 from minuet.engine.prefix import PrefixCache
 from minuet.engine.scheduler import Scheduler
-from minuet.engine.types import FinishReason, Request
+from minuet.engine.types import FinishReason, Request, ScheduledRequest
 from minuet.errors import MinuetError
 from tests.engine.scheduler_sim import random_run, random_world
 
@@ -278,8 +278,8 @@ def a_step_given_up_keeps_its_pages(patch):
 def a_step_ahead_leaves_out_who_finds_no_page(patch):
     original = Scheduler._extend
 
-    def extend(self, place, plan, *, decodes):
-        return original(self, place, plan, decodes=decodes) or plan.ahead
+    def extend(self, rest, plan, *, decodes):
+        return original(self, rest, plan, decodes=decodes) or plan.ahead
 
     patch(Scheduler, "_extend", extend)
 
@@ -287,11 +287,11 @@ def a_step_ahead_leaves_out_who_finds_no_page(patch):
 @mutant
 def a_step_ahead_has_who_certainly_ended(patch):
     def look(request, behind):
-        place = outlook(request, behind)
-        if place is None and request.finish_reason is None:
+        rest = outlook(request, behind)
+        if rest is None and request.finish_reason is None:
             index, share = behind[request.arrival]
-            place = Outlook(request, share.start + share.num_tokens, 1, index)
-        return place
+            rest = ScheduledRequest(request, share.start + share.num_tokens, 1, True, index)
+        return rest
 
     patch(scheduler, "outlook", look)
 
@@ -299,10 +299,10 @@ def a_step_ahead_has_who_certainly_ended(patch):
 @mutant
 def a_step_ahead_follows_a_neighbour(patch):
     def look(request, behind):
-        place = outlook(request, behind)
-        if place is not None and place.follows is not None:
-            place = place._replace(follows=(place.follows + 1) % len(behind))
-        return place
+        rest = outlook(request, behind)
+        if rest is not None and rest.follows is not None:
+            rest = rest._replace(follows=(rest.follows + 1) % len(behind))
+        return rest
 
     patch(scheduler, "outlook", look)
 

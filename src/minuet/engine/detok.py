@@ -38,7 +38,11 @@ class Detokenizer:
         Returns:
             The stop string it completed, if any; :attr:`text` is then cut before it.
         """
-        return self._append(self._stream.push(token_id), may_stop)
+        piece = self._stream.push(token_id)
+        if not self._stop:
+            self.text += piece
+            return None
+        return self._append(piece, may_stop)
 
     def finish(self) -> None:
         """No more tokens: nothing is held back any longer."""
@@ -62,7 +66,7 @@ class Detokenizer:
     def _append(self, piece: str, may_stop: bool) -> str | None:
         before = len(self.text)
         self.text += piece
-        if not self._stop or not piece or not may_stop:
+        if not piece or not may_stop:
             return None
         # a stop string must end in the new piece: what lies wholly before has been judged
         starts = ((self.text.find(s, max(0, before - len(s) + 1)), s) for s in self._stop)

@@ -6,7 +6,6 @@ first will have done for a request is certain but for the token it draws: :func:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from minuet.engine.pages import PagePool
 from minuet.engine.types import Request, Sampled, ScheduledRequest, Step
@@ -16,24 +15,8 @@ Behind = Mapping[int, tuple[int, ScheduledRequest]]
 """The shares of the step under way with their index in it, by arrival."""
 
 
-class Outlook(NamedTuple):
-    """Where a request stands once the step under way is done.
-
-    Attributes:
-        request: whose.
-        start: the first position to compute.
-        num_left: tokens to compute, drafts not counted; the last of them may still be unknown.
-        follows: see :class:`ScheduledRequest`.
-    """
-
-    request: Request
-    start: int
-    num_left: int
-    follows: int | None = None
-
-
-def outlook(request: Request, behind: Behind) -> Outlook | None:
-    """Where a running request stands after the step under way.
+def outlook(request: Request, behind: Behind) -> ScheduledRequest | None:
+    """All that is left to compute of a running request after the step under way, as one share.
 
     Args:
         request: without drafts, if anything is behind.
@@ -53,7 +36,8 @@ def outlook(request: Request, behind: Behind) -> Outlook | None:
                 num_tokens, follows = num_tokens + 1, index
                 if num_tokens >= request.max_total_tokens:
                     return None
-    return Outlook(request, start, num_tokens - start, follows)
+    num_left = num_tokens - start + len(request.draft_token_ids)
+    return ScheduledRequest(request, start, num_left, True, follows)
 
 
 @dataclass(slots=True)

@@ -3,17 +3,13 @@
 The core loop, in full::
 
     while scheduler.has_work:
-        step = scheduler.schedule()
-        finished = scheduler.commit(step, executor.submit(step).results())
-
-and with an executor that takes one step beyond the one it runs, so that the device need not wait::
-
-    step, pending = scheduler.schedule(), executor.submit(step)
-    while scheduler.has_work:
-        ahead = scheduler.schedule_ahead()
-        ...  # submit it; or, if it is None, schedule and submit after the commit
+        while len(under_way) <= executor.depth:
+            step = scheduler.schedule_ahead() if under_way else scheduler.schedule()
+            if step is None:
+                break
+            under_way.append((step, executor.submit(step)))
+        step, pending = under_way.popleft()
         finished = scheduler.commit(step, pending.results())
-        step = ahead
 
 **Order.** Requests are served first come, first served. The running ones are always the earliest of
 the live ones: only the head of the queue is admitted, only the latest running one is preempted, and
@@ -39,16 +35,16 @@ step, which ignores what was drawn for it. What a failed request published is wi
 **Ahead.** One step may be put together while another is under way, as it will be once that one is
 committed: every request that draws there gets one token, known to the device alone
 (``ScheduledRequest.follows``). Who reaches the length limit with it is left out. Who turns out to
-have ended otherwise is in the step ahead for nothing. The step under way is committed first, and
-the two run in sequence, when
+have ended otherwise is in the step ahead for nothing, and nothing is kept of that. Order and
+admission are as in sequence, but the places and pages of those who end are free one step later.
+The two run in sequence when
 
-- a request that draws in it has penalties or a grammar: its next draw needs the token on the host.
-  (The minimum length does not: it goes by position.)
+- a request that draws in the first has penalties or a grammar: its next draw needs the token on the
+  host (a minimum length does not: it goes by position);
 - the engine speculates: drafts are proposed between ``commit`` and ``schedule``;
 - the pages do not suffice: nobody is preempted whose pages a step under way uses.
 
-The rules of order and admission hold for both kinds of step: each is chosen as it would have been
-after a commit in which nobody ended by surprise. One thread calls.
+One thread calls.
 """
 
 from collections import OrderedDict
@@ -56,7 +52,7 @@ from collections.abc import Sequence
 
 from minuet.engine import audit
 from minuet.engine.bounds import Admission, check_length, pages_soon
-from minuet.engine.flight import Behind, Flight, Outlook, StepPlan, failure, outlook
+from minuet.engine.flight import Behind, Flight, StepPlan, failure, outlook
 from minuet.engine.pages import PagePool
 from minuet.engine.prefix import PrefixCache
 from minuet.engine.types import FinishReason, Request, Sampled, ScheduledRequest, Step
@@ -99,8 +95,7 @@ class Scheduler:
             )
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_model_len, self.num_speculative_tokens = max_model_len, num_speculative_tokens
-        self.pool, self.prefix = pool, prefix
-        self.num_preemptions = 0
+        self.pool, self.prefix, self.num_preemptions = pool, prefix, 0
         self._live: dict[str, Request] = {}
         self._waiting: OrderedDict[int, Request] = OrderedDict()  # both by arrival, in its order
         self._running: dict[int, Request] = {}
@@ -116,7 +111,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold their place in the batch, ended ones in a step under way included."""
+        """Requests that hold a place in the batch."""
         return len(self._running)
 
     @property
@@ -253,45 +248,51 @@ class Scheduler:
         """Add the running requests, decoding ones first; see :meth:`_extend`."""
         prefilling = []
         for request in list(self._running.values()):
-            place = outlook(request, behind)
-            if place is None:
+            rest = outlook(request, behind)
+            if rest is None:
                 continue
-            if not self._decodes(place):
-                prefilling.append(place)
-            elif not self._extend(place, plan, decodes=True):
+            if not self._decodes(rest):
+                prefilling.append(rest)
+            elif not self._extend(rest, plan, decodes=True):
                 return False
-        return all(self._extend(place, plan, decodes=False) for place in prefilling)
+        return all(self._extend(rest, plan, decodes=False) for rest in prefilling)
 
-    def _decodes(self, place: Outlook) -> bool:
-        return place.num_left <= self.num_speculative_tokens + 1 and place.start >= len(
-            place.request.prompt_token_ids
+    def _decodes(self, rest: ScheduledRequest) -> bool:
+        request = rest.request
+        num_left = rest.num_tokens - len(request.draft_token_ids)
+        return num_left <= self.num_speculative_tokens + 1 and (
+            rest.start >= len(request.prompt_token_ids)
         )
 
-    def _extend(self, place: Outlook, plan: StepPlan, *, decodes: bool) -> bool:
+    def _extend(self, rest: ScheduledRequest, plan: StepPlan, *, decodes: bool) -> bool:
         """Add a running request to the step, unless it was preempted, with pages for its tokens.
+
+        Args:
+            rest: all that is left of it; the share is as much of that as there is room for.
+            plan: the step.
+            decodes: whether it decodes.
 
         Returns:
             False when that takes a preemption, in a step in which there can be none.
         """
-        request, start, num_left, follows = place
+        request, start, count, _, _ = rest
         if request.arrival not in self._running:
             return True
-        count, limit = num_left + len(request.draft_token_ids), plan.budget
-        if decodes:
-            limit = plan.spare + 1
+        limit = plan.spare + 1 if decodes else plan.budget
         if count > limit:
             count = limit
         if count < 1:
             return True
-        held = len(request.page_ids) * self.pool.page_size
-        if start + count > held:
+        if start + count > len(request.page_ids) * self.pool.page_size:
             count = self._make_room(request, start, count, plan)
             if count < 1:
                 return not plan.ahead
-        if request.draft_token_ids:  # a guess is not worth waiting for
+        if count < rest.num_tokens:
+            num_left = rest.num_tokens - len(request.draft_token_ids)
+            # a guess is not worth waiting for
             del request.draft_token_ids[max(count - num_left, 0) :]
-        share = ScheduledRequest(request, start, count, count >= num_left, follows)
-        plan.add(share, decodes=decodes)
+            rest = rest._replace(num_tokens=count, samples=count >= num_left)
+        plan.add(rest, decodes=decodes)
         return True
 
     def _make_room(self, request: Request, start: int, limit: int, plan: StepPlan) -> int:
@@ -299,18 +300,14 @@ class Scheduler:
 
         0 when it was preempted itself, and when somebody would have to be in a step ahead.
         """
-        while (count := min(limit, self._room(request, start))) < 1:
+        pool, held = self.pool, len(request.page_ids)
+        while (count := min(limit, (held + pool.usable) * pool.page_size - start)) < 1:
             if plan.ahead or self._preempt(plan) is request:
                 return 0
-        pages = self.pool.allocate(self.pool.pages_for(start + count) - len(request.page_ids))
+        pages = pool.allocate(pool.pages_for(start + count) - held)
         assert pages is not None
         request.page_ids += pages
         return count
-
-    def _room(self, request: Request, start: int) -> int:
-        """Tokens from ``start`` on that its own pages and the usable ones can take."""
-        pages = len(request.page_ids) + self.pool.usable
-        return pages * self.pool.page_size - start
 
     def _preempt(self, plan: StepPlan) -> Request:
         """Take the pages of the latest running request and put it back to the head of the queue."""
@@ -334,9 +331,9 @@ class Scheduler:
             return
         going_on = (outlook(request, behind) for request in self._running.values())
         promised = sum(
-            pages_soon(place.request, self.pool, unknown=place.follows is not None)
-            for place in going_on
-            if place is not None
+            pages_soon(rest.request, self.pool, unknown=rest.follows is not None)
+            for rest in going_on
+            if rest is not None
         )
         while self._waiting and len(self._running) < self.max_num_seqs and plan.budget > 0:
             request = self._next_waiting()
@@ -351,8 +348,9 @@ class Scheduler:
             request.num_computed = len(hits) * self.pool.page_size
             if request.num_preemptions == 0:
                 request.num_cached = request.num_computed
-            num_left = request.num_tokens - request.num_computed
-            self._extend(Outlook(request, request.num_computed, num_left), plan, decodes=False)
+            rest = outlook(request, behind)
+            assert rest is not None
+            self._extend(rest, plan, decodes=False)
             promised += pages_soon(request, self.pool)
 
     def _next_waiting(self) -> Request:
