@@ -136,9 +136,13 @@ def rows_launch(
     weight: Tensor | None,
     eps: float,
     target: Target | None = None,
+    ahead: tuple[Tensor, ...] = (),
 ) -> Launch:
     """The launch of :func:`norm`, :func:`add` and :func:`add_norm`, by which outputs are given."""
     target = target or target_of(x.device)
+    programs = target.prefetch_programs if x.shape[0] <= _ROUTE_TOKENS[-1] and ahead else 0
+    lines = [weight.nbytes // 128 if programs else 0 for weight in ahead] + [0] * 3
+    pointers = [*ahead, x, x, x]
     values, shares = (delta.values, delta.shares) if isinstance(delta, Parts) else (delta, None)
     if x.stride(1) != 1 or (values is not None and not values.is_contiguous()):
         raise ContractError("rows", got=x.stride(), expected="rows in one piece")
@@ -150,6 +154,13 @@ def rows_launch(
         weight_ptr=x if weight is None else weight,
         sum_ptr=x if total is None else total,
         normed_ptr=x if normed is None else normed,
+        ahead_0_ptr=pointers[0],
+        ahead_1_ptr=pointers[1],
+        ahead_2_ptr=pointers[2],
+        LINES_0=lines[0],
+        LINES_1=lines[1],
+        LINES_2=lines[2],
+        num_tokens=num_tokens,
         stride_x=x.stride(0),
         eps=eps,
         H=hidden,
@@ -161,7 +172,7 @@ def rows_launch(
         PDL=target.pdl,
     )
     options = _options(target, target.row_warps)
-    return Launch(row_kernels.add_norm, (num_tokens,), args, options)
+    return Launch(row_kernels.add_norm, (num_tokens + programs,), args, options)
 
 
 def swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:

@@ -227,7 +227,7 @@ def filter_launches(
             **source, **row_state, "list_ptr": listed, "tokens_ptr": tokens,
             "stuck_ptr": stuck.view(torch.uint8), "TILE": tuning.draw_tile, "LIST": room,
         },
-        {"num_warps": 16},
+        {"num_warps": 8},
     )  # fmt: skip
 
 
