@@ -28,7 +28,8 @@ def lines(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _title(cell: Mapping[str, Any]) -> str:
-    return f"{cell['phase']} {cell['batch_size']} x {cell['query_len']} at {cell['context']:,}"
+    kv = cell.get("kv_cache_dtype", "")  # where a record has several
+    return f"{cell['phase']} {cell['batch_size']} x {cell['query_len']} at {cell['context']:,} {kv}"
 
 
 def _yardstick(cell: Mapping[str, Any]) -> str:
@@ -38,13 +39,13 @@ def _yardstick(cell: Mapping[str, Any]) -> str:
 
 def _steps(cells: list[Mapping[str, Any]]) -> Iterator[str]:
     yield (
-        f"{'step':<24}{'median ms':>11}{'p20':>9}{'p80':>9}{'tokens/s':>11}{'GB':>8}"
+        f"{'step':<36}{'median ms':>11}{'p20':>9}{'p80':>9}{'tokens/s':>11}{'GB':>8}"
         f"{'limit ms':>10}{'of limit':>10}{'us/layer over':>15}"
     )
     for cell in cells:
         time, against = cell["step_ms"], _yardstick(cell)
         yield (
-            f"{_title(cell):<24}{time['median']:>11.3f}{time['p20']:>9.3f}{time['p80']:>9.3f}"
+            f"{_title(cell):<36}{time['median']:>11.3f}{time['p20']:>9.3f}{time['p80']:>9.3f}"
             f"{cell['tokens_per_s']:>11,.0f}{cell['total_bytes'] / 1e9:>8.2f}"
             f"{cell['limit_ms'][against]:>10.3f}{cell['fraction_of_limit'][against]:>10.1%}"
             f"{cell['overhead_us_per_layer'][against]:>15.2f}"

@@ -1,0 +1,132 @@
+"""The decode step of M3's rank slice: BF16 and FP8 KV beside each other, batch 1 to 64.
+
+    python benchmarks/step.py --output benchmarks/results/h200/step.json
+
+Two engines of the same weights are prepared in one process, one per KV type. Each cell is measured
+in turns, BF16 then FP8, `--rounds` times, and the median round of each is kept, so that the ratio
+of the two is one of neighbours in time. The figures are those of `minuet bench step`; see
+docs/benchmarking.md.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src")]
+
+from minuet.attention.contract import Phase  # noqa: E402
+from minuet.bench import record  # noqa: E402
+from minuet.bench.step import report  # noqa: E402
+from minuet.bench.step.cell import Cell  # noqa: E402
+from minuet.bench.step.measure import Effort, measure  # noqa: E402
+from minuet.bench.step.run import described, prepare  # noqa: E402
+from minuet.config import read_options  # noqa: E402
+from minuet.engine.start import Engine  # noqa: E402
+from minuet.models.slices import SliceSpec  # noqa: E402
+
+KV_TYPES = ("bfloat16", "fp8")
+CELLS = ((1, 8704), (4, 8704), (16, 8704), (64, 8704), (4, 131072))  # batch, context
+AT_CONCURRENCY, AT_BATCH, LONG = (4, 8704), (64, 8704), (4, 131072)
+OVERHEAD_US, FRACTION, RATIO = 44.0, 0.60, 1.02
+
+
+def in_turns(
+    engines: dict[str, Engine], cell: Cell, args: argparse.Namespace, read: float
+) -> dict[str, dict[str, Any]]:
+    """The median round of each engine."""
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    for number in range(args.rounds):
+        effort = Effort(args.num_iters, profile=number == args.rounds - 1)
+        for name, engine in engines.items():
+            rounds[name].append(measure(engine, cell, effort, read))
+    kept = {}
+    for name, found in rounds.items():
+        medians = [one["step_ms"]["median"] for one in found]
+        middle = found[medians.index(sorted(medians)[len(medians) // 2])]
+        kernels = {"kernels": found[-1]["kernels"]}
+        kept[name] = {"kv_cache_dtype": name, **middle, **kernels, "rounds_ms": medians}
+    return kept
+
+
+def judge(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What was to be shown, beside what was found."""
+
+    def cell(kv: str, place: tuple[int, int]) -> dict[str, Any]:
+        (found,) = (
+            c
+            for c in cells
+            if c["kv_cache_dtype"] == kv and (c["batch_size"], c["context"]) == place
+        )
+        return found
+
+    def ratio(place: tuple[int, int]) -> float:
+        fp8, bf16 = (cell(kv, place)["step_ms"]["median"] for kv in ("fp8", "bfloat16"))
+        return round(fp8 / bf16, 4)
+
+    def against(place: tuple[int, int], what: str) -> float:
+        found = cell("bfloat16", place)[what]
+        return float(found.get("arch", found["plain_read"]))
+
+    overhead = against(AT_CONCURRENCY, "overhead_us_per_layer")
+    fraction = against(AT_BATCH, "fraction_of_limit")
+    near, far = ratio(AT_CONCURRENCY), ratio(LONG)
+    return {
+        f"overhead per layer at batch 4 <= {OVERHEAD_US} us": _judged(
+            overhead, overhead <= OVERHEAD_US
+        ),
+        f"fraction of the limit at batch 64 >= {FRACTION}": _judged(fraction, fraction >= FRACTION),
+        f"FP8 step / BF16 step at batch 4 <= {RATIO}": _judged(near, near <= RATIO),
+        "FP8 step / BF16 step at batch 4 of 128K < 1": _judged(far, far < 1.0),
+    }
+
+
+def _judged(value: float, held: bool) -> dict[str, Any]:
+    return {"value": value, "held": held}
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", default="minimax-m3")
+    parser.add_argument("--rank-of", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--dense-layers", type=int)
+    parser.add_argument("--num-iters", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    args = parse()
+    part = SliceSpec(args.rank_of, args.layers, args.dense_layers)
+    cells = [Cell(Phase.DECODE, batch, context) for batch, context in CELLS]
+    engines, read = {}, 0.0
+    for kv in KV_TYPES:
+        options = read_options({"model": args.model, "kv_cache_dtype": kv, "seal": "warn"})
+        seen, engines[kv] = prepare(options, part, cells, lambda line: print(line, file=sys.stderr))
+        read = max(read, seen)
+    found = [entry for cell in cells for entry in in_turns(engines, cell, args, read).values()]
+    whole = {
+        **described(engines[KV_TYPES[0]], args.model, part, read),
+        "rounds": args.rounds,
+        "iters": args.num_iters,
+        "cells": found,
+        "bounds": judge(found),
+        **record.metadata(args.metadata),
+    }
+    if args.output:
+        record.write(whole, args.output)
+    for line in report.lines(whole):
+        print(line)
+    for bound, judged in whole["bounds"].items():
+        print(f"{'held  ' if judged['held'] else 'MISSED'} {bound}: {judged['value']}")
+    return 0 if all(judged["held"] for judged in whole["bounds"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
