@@ -130,6 +130,7 @@ class Config:
     cudagraph_capture_sizes: tuple[int, ...]
     enforce_eager: bool
     batch_invariant: bool
+    seal: str
     max_logprobs: int
     host: str
     port: int

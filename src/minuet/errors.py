@@ -7,6 +7,8 @@
     ├── CheckpointError    the weights on disk are not the model the config describes
     ├── RequestError       one request cannot be served; the engine goes on (ValueError)
     ├── RefusedError       the configuration cannot be served; carries every Refusal
+    ├── PreparationError   a step could not be prepared, or failed its self-test (ValueError)
+    ├── SealError          after ready something compiled or grew, and the seal is strict
     ├── ContractError      an argument that cannot be right reached the library; a bug (ValueError)
     └── IntegrityError     our own book-keeping contradicts itself; a bug
 
@@ -96,6 +98,14 @@ class RefusedError(MinuetError):
     def __init__(self, summary: str, refusals: Sequence[Refusal]):
         self.summary, self.refusals = summary, tuple(refusals)
         super().__init__("\n".join([summary, *(f"  {r}" for r in self.refusals)]))
+
+
+class PreparationError(_GotExpected):
+    """A step shape could not be prepared, or failed its self-test; the engine never starts."""
+
+
+class SealError(MinuetError):
+    """Something compiled or took device memory after ready, and ``--seal strict`` forbids it."""
 
 
 class ContractError(_GotExpected):

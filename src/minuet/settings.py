@@ -384,6 +384,15 @@ SETTINGS: tuple[Setting, ...] = (
         "split KV by fixed partitions: a request's result does not depend on its batch-mates",
         "scheduler",
     ),
+    _choice(
+        "seal",
+        "--seal",
+        ("warn", "strict"),
+        "warn",
+        "scheduler",
+        "after ready nothing compiles and nothing grows; if it does, warn logs and counts it, "
+        "strict fails the step",
+    ),
     Setting(
         "max_logprobs",
         ("--max-logprobs",),

@@ -330,15 +330,21 @@ def test_a_declared_kernel_is_planned_but_not_run(changed_spec):
     assert plan("sm90", tiny(), attention_backend="cpu").runnable
 
 
-def test_graphs_are_planned_but_a_gpu_runs_eagerly_for_now():
-    settled = plan("sm90", tiny())
-    assert settled.graphs
-    engine = [r for r in settled.obstacles() if r.kernel == "engine"]
-    assert [(r.field, r.flag) for r in engine] == [("enforce_eager", "--enforce-eager")]
-    eager = plan("sm90", tiny(), enforce_eager=True)
+def test_steps_of_triton_are_captured_and_those_of_other_backends_run_eagerly():
+    captured = plan("sm90", tiny())
+    assert captured.prepared
+    assert captured.graphs
+    assert not [r for r in captured.obstacles() if r.field == "enforce_eager"]
+    other = plan("sm90", tiny(), attention_backend="cpu")
+    assert not other.prepared
+    (refusal,) = [r for r in other.obstacles() if r.field == "enforce_eager"]
+    assert (refusal.kernel, refusal.flag) == ("cpu", "--enforce-eager")
+    eager = plan("sm90", tiny(), attention_backend="cpu", enforce_eager=True)
     assert not eager.graphs
-    assert not [r for r in eager.obstacles() if r.kernel == "engine"]
-    assert not [r for r in plan("cpu", tiny(), memory=None).obstacles() if r.kernel == "engine"]
+    assert not [r for r in eager.obstacles() if r.field == "enforce_eager"]
+    on_host = plan("cpu", tiny(), memory=None)
+    assert not on_host.prepared
+    assert not on_host.graphs
 
 
 def test_more_ranks_than_this_version_runs_can_be_planned_only():

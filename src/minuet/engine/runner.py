@@ -1,7 +1,7 @@
 """One device carries out steps: lay out, run the model, draw."""
 
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from minuet.kv.cache import KVCache
 class Model(Protocol):
     """What every model offers; see ``models/m3/model.py``."""
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, plan: Any = None
+    ) -> Tensor:
         """[T, W] residual stream after the last layer."""
         ...
 
@@ -60,7 +62,7 @@ class Runner:
         """
         batch = build(step, self._page_size, self._device)
         hidden = self._model.forward(batch.token_ids, batch.attention, self.cache)
-        rows = [row for s in step.scheduled if s.samples for row in sampler.rows_of(s.request)]
+        rows = [row for s in step.scheduled if s.samples for row in sampler.rows_of(s)]
         drawn = []
         if rows:
             drawn = sampler.sample(self._model.logits(hidden[batch.sample_rows]), rows, self._seed)
@@ -72,8 +74,9 @@ class Runner:
                 last_row = first_row + 1 + len(share.request.draft_token_ids)
                 result = sampler.verify(share.request, drawn[first_row:last_row])
                 first_row = last_row
-            reports = self._prompt_logprobs(share, hidden[first : first + share.num_tokens])
-            results.append(replace(result, prompt_logprobs=reports) if reports else result)
+            computed = hidden[first : first + share.num_tokens]
+            reports = prompt_logprobs(share, computed, lambda rows: [self._model.logits(rows)])
+            results.append(result._replace(prompt_logprobs=reports) if reports else result)
             first += share.num_tokens
         return results
 
@@ -86,15 +89,25 @@ class Runner:
         batch: StepBatch = build(step, self._page_size, self._device)
         return self._model.logits(self._model.forward(batch.token_ids, batch.attention, self.cache))
 
-    def _prompt_logprobs(
-        self, share: ScheduledRequest, hidden: Tensor
-    ) -> tuple[TokenLogprobs | None, ...]:
-        """Reports for prompt positions ``start + 1 .. stop`` that this share made known."""
-        request = share.request
-        top = request.params.prompt_logprobs
-        stop = min(share.start + share.num_tokens, len(request.prompt_token_ids) - 1)
-        if top is None or stop <= share.start:
-            return ()
-        following = request.prompt_token_ids[share.start + 1 : stop + 1]
-        logits = self._model.logits(hidden[: stop - share.start])
-        return sampler.prompt_logprobs(logits, following, top)
+
+def prompt_logprobs(
+    share: ScheduledRequest, hidden: Tensor, logits_of: Callable[[Tensor], Iterable[Tensor]]
+) -> tuple[TokenLogprobs | None, ...]:
+    """Reports for the prompt positions ``start + 1 .. stop`` that a share made known.
+
+    Args:
+        share: what was computed of which request.
+        hidden: [share.num_tokens, W].
+        logits_of: the logits of rows of ``hidden``, in pieces if there are many.
+    """
+    request = share.request
+    top = request.params.prompt_logprobs
+    stop = min(share.start + share.num_tokens, len(request.prompt_token_ids) - 1)
+    if top is None or stop <= share.start:
+        return ()
+    reports: list[TokenLogprobs] = []
+    for logits in logits_of(hidden[: stop - share.start]):
+        first = share.start + 1 + len(reports)
+        following = request.prompt_token_ids[first : first + logits.shape[0]]
+        reports += sampler.prompt_logprobs(logits, following, top)
+    return tuple(reports)

@@ -1,7 +1,7 @@
-"""From options to a running engine: resolve, settle, load, reserve, in this order and nowhere else.
+"""From options to a running engine: resolve, settle, load, reserve, prepare, self-test, seal.
 
-What cannot be served is refused before weights are read. What was planned is what is allocated: the
-pool's bytes are compared with the plan's to the byte.
+In this order and nowhere else. What cannot be served is refused before weights are read. What was
+planned is what is allocated: the pool's bytes are compared with the plan's to the byte.
 """
 
 import hashlib
@@ -20,18 +20,24 @@ from minuet.config import Options
 from minuet.engine.core import Core, Limits
 from minuet.engine.pages import PagePool
 from minuet.engine.prefix import PrefixCache, lane_salt
-from minuet.engine.runner import Runner
+from minuet.engine.preparation import Preparation
+from minuet.engine.queued import QueuedRunner
+from minuet.engine.runner import Model, Runner
 from minuet.engine.scheduler import Scheduler
+from minuet.engine.seal import Seal
+from minuet.engine.selftest import Recorder
 from minuet.errors import ConfigError, IntegrityError
 from minuet.kv.cache import KVCache
 from minuet.log import get_logger
 from minuet.models import registry
 from minuet.models.registry import ModelSource
 from minuet.models.tokenizer import Tokenizer, read_generation_defaults
+from minuet.ops.table import ops_for
 from minuet.planning import explain
 from minuet.planning.execution import ExecutionPlan, plan_for
 from minuet.platform import arch as arch_table
 from minuet.platform.detect import detect
+from minuet.platform.device import facility
 from minuet.platform.torch import device_for, device_memory_bytes, keep_freed_memory
 from minuet.settings import AUTO
 
@@ -48,6 +54,8 @@ class Engine:
         source: the model.
         tokenizer: None where the model has none.
         timings_s: seconds per start-up stage.
+        runner: carries out the steps of ``core``.
+        seal: counts what happens after ready.
     """
 
     core: Core
@@ -55,6 +63,8 @@ class Engine:
     source: ModelSource
     tokenizer: Tokenizer | None
     timings_s: dict[str, float]
+    runner: Runner | QueuedRunner
+    seal: Seal
 
 
 def start(
@@ -95,18 +105,37 @@ def start(
             f"the pool took {cache.num_bytes} bytes, the plan says {plan.memory.kv_bytes}"
         )
     clock.lap("reserve")
-    model_class = importlib.import_module(source.package + ".model").Model
-    kernels = load(_one_kernel_each(plan))
-    model = model_class(source.spec, weights, watch(kernels) if watch else kernels)
+    runner, seal = _runner(source, weights, cache, plan, watch or (lambda kernels: kernels), clock)
     tokenizer = _tokenizer(source.folder)
-    core = Core(
-        _scheduler(plan, source),
-        Runner(model, cache, plan.config.seed),
-        _limits(plan, source),
-        tokenizer,
-    )
+    core = Core(_scheduler(plan, source), runner, _limits(plan, source), tokenizer)
+    log.info("ready after %s", ", ".join(f"{k} {v:.1f} s" for k, v in clock.laps.items()))
+    return Engine(core, plan, source, tokenizer, clock.laps, runner, seal)
+
+
+def _runner(
+    source: ModelSource,
+    weights: Any,
+    cache: KVCache,
+    plan: ExecutionPlan,
+    watch: Callable[[StepKernels], StepKernels],
+    clock: "_Clock",
+) -> tuple[Runner | QueuedRunner, Seal]:
+    """Carries out steps: as they come, or in prepared shapes where the plan says so."""
+    kernels, recorder = watch(load(_one_kernel_each(plan))), Recorder()
+    if plan.prepared:
+        kernels = recorder.over(kernels)
+    ops = ops_for(plan.arch.ops, batch_invariant=plan.config.batch_invariant)
+    model_class = importlib.import_module(source.package + ".model").Model
+    model: Model = model_class(source.spec, weights, kernels, ops)
+    device = facility(cache.layers[0].k.device)
+    if plan.prepared:
+        queued = Preparation(model, cache, plan, kernels, recorder, device).run(clock.lap)
+        return queued, queued.seal
+    runner = Runner(model, cache, plan.config.seed)
     clock.lap("prepare")
-    return Engine(core, plan, source, tokenizer, clock.laps)
+    seal = Seal(device, plan.config.seal)
+    seal.close()
+    return runner, seal
 
 
 def _one_kernel_each(plan: ExecutionPlan) -> dict[tuple[LayerKind, Op], Choice]:
@@ -130,7 +159,9 @@ class _Clock:
 
     def lap(self, name: str) -> None:
         now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
+        # a stage that is resumed goes on
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
 
 
 def _weights(source: ModelSource, plan: ExecutionPlan, device: Any) -> Any:

@@ -1,7 +1,6 @@
 """What a prepared engine says about itself: the first report, and gauges while it runs."""
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,55 +31,17 @@ def ready_report(engine: Engine) -> ipc.Ready:
 
 def gauges_of(engine: Engine) -> Callable[[], dict[str, Any]]:
     """A function that reads the gauges; cheap enough to call after every step."""
-    memory, compilations = _memory_reader(engine), _compilation_counter()
-    memory_at_ready, compiled_at_ready = memory(), compilations()
     bandwidth = _Bandwidth(engine)
 
     def gauges() -> dict[str, Any]:
+        counters = engine.seal.counters()
         return {
-            "compilations": compilations() - compiled_at_ready,
-            "growth_bytes": max(0, memory() - memory_at_ready),
+            "compilations": counters.compilations,
+            "growth_bytes": counters.growth_bytes,
             "bandwidth": bandwidth(),
         }
 
     return gauges
-
-
-def _memory_reader(engine: Engine) -> Callable[[], int]:
-    """Bytes of device memory the process has taken; a CPU has no allocator to ask."""
-    if not engine.plan.arch.is_gpu:
-        return lambda: 0
-    import torch
-
-    return lambda: int(torch.cuda.memory_reserved())
-
-
-def _compilation_counter() -> Callable[[], int]:
-    """Graphs that torch's compiler and kernels that Triton made so far in this process."""
-
-    def count() -> int:
-        # a compiler that was never imported has compiled nothing, and importing it takes seconds
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        graphs = int(dynamo.counters["stats"].get("unique_graphs", 0)) if dynamo else 0
-        return graphs + _triton_kernels()
-
-    return count
-
-
-def _triton_kernels() -> int:
-    """Kernels in Triton's own caches of this process, over all its JIT functions loaded."""
-    jit = sys.modules.get("triton.runtime.jit")
-    if jit is None:
-        return 0
-    functions = (
-        value
-        for name, module in list(sys.modules.items())
-        if name.startswith("minuet.attention.backends") and module is not None
-        for value in list(vars(module).values())
-    )
-    found = {id(f): f for f in functions if isinstance(f, jit.JITFunction)}
-    caches = (cache[0] for f in found.values() for cache in f.device_caches.values())
-    return sum(len(cache) for cache in caches)
 
 
 class _Bandwidth:

@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from minuet.attention.backends import PREFERENCE
+from minuet.attention.backends import PREFERENCE, PREPARED
 from minuet.attention.capability import missing_artefacts
 from minuet.attention.contract import LayerKind, Op, Phase
 from minuet.attention.dispatch import Choice
@@ -162,17 +162,22 @@ class ExecutionPlan:
             ),
         )
 
+    @property
+    def prepared(self) -> bool:
+        """Whether steps run in prepared shapes: padded, over memory taken at start-up."""
+        return self.arch.is_gpu and self.backend in PREPARED
+
     def _graphs_to_capture(self) -> tuple[Refusal, ...]:
-        """This version plans graphs and does not capture them: a GPU runs its steps eagerly."""
-        if not self.graphs:
+        """Steps of some backends cannot be recorded in this version."""
+        if not self.graphs or self.prepared:
             return ()
         flag = BY_NAME["enforce_eager"].flag
         return (
             Refusal(
-                "engine",
+                self.backend,
                 "enforce_eager",
                 f"{len(self.graphs)} graphs to capture",
-                "on: this version runs GPU steps without graphs",
+                "on: this version runs steps of this backend without graphs",
                 f"use {flag}",
                 flag,
                 "True",

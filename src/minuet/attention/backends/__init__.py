@@ -37,6 +37,9 @@ PREFERENCE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+# Backends whose steps can be prepared in advance and recorded as graphs (``StepKernels.prepare``).
+PREPARED: frozenset[str] = frozenset({"triton"})
+
 
 def capabilities(backend: str) -> tuple[Capability, ...]:
     """The kernels of one backend.
