@@ -118,13 +118,20 @@ def test_planned_slices_hold_every_step(name):
             assert step.chunks[-1].end == shape.num_tokens
 
 
-def test_long_contexts_are_taken_in_the_chunks_that_were_planned():
-    plan = planned("sm90", attention_backend="triton", **CONFIGS["a-million-tokens"])
+@pytest.mark.parametrize(
+    ("settings", "bound"),
+    [
+        ({"max_model_len": 1 << 20}, "scores"),
+        ({"tensor_parallel_size": 1, "max_model_len": 4096}, "lists"),
+    ],
+)
+def test_a_long_step_is_taken_in_the_chunks_that_were_planned(settings, bound):
+    plan = planned("sm90", attention_backend="triton", max_num_batched_tokens=32768, **settings)
     shape = plan.shapes.all[-1]
-    step = planner(plan, shape, slices_of(plan, shape)).plan(
-        whole_batch(plan, shape), plan.config.block_size
-    )
-    chunk = plan.step_of[shape].query_chunk
+    made = planner(plan, shape, slices_of(plan, shape))
+    step = made.plan(whole_batch(plan, shape), plan.config.block_size)
+    budget = plan.config.index_score_memory // made.shape.score_row_bytes
+    chunk = {"scores": budget, "lists": plan.step_of[shape].query_chunk}[bound]
     assert chunk < shape.num_tokens
     assert [c.end - c.first for c in step.chunks] == [chunk] * (shape.num_tokens // chunk)
 

@@ -373,8 +373,8 @@ def _demand(
         )
         refusals += covers_step(kernel, problem, sizes)
         specs += kernel.workspace(problem, sizes)
-    # block scores are the slices that select alone uses
-    scores = sum(s.bytes for s in specs if s.first is Op.SELECT and s.last is Op.SELECT)
+    # by name, as covers_step: some kernels keep the scores beyond select
+    scores = sum(spec.bytes for spec in specs if spec.name == "scores")
     return Demand(tuple(specs), scores, query_chunk, split, tuple(refusals))
 
 
