@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minuet.engine import sampler
+from minuet.engine import rows as row_data
 from minuet.engine.sampler import NOT_FINITE, Row, prompt_logprobs, rows_of, sample, verify
-from minuet.engine.types import Request, Sampled, SamplingParams
+from minuet.engine.types import Request, Sampled, SamplingParams, ScheduledRequest
 from minuet.errors import RequestError
+from minuet.ops.sampling import columns, reference
 
 VOCAB = 32
 
@@ -35,6 +36,14 @@ def logits(*values: float) -> torch.Tensor:
 def draws(row: torch.Tensor, count: int = 400, **params) -> list[int]:
     many = [Row(request(arrival=i, **params)) for i in range(count)]
     return [s.token_id for s in sample(row.expand(count, -1), many, engine_seed=1)]
+
+
+def shape(row: torch.Tensor, of: Row) -> torch.Tensor:
+    """Logits after penalties and bias, as a draw makes them."""
+    shaped = row.clone()
+    params = torch.from_numpy(row_data.parameters([of], [columns.DRAW], 0))
+    reference.shape(shaped, params, torch.from_numpy(row_data.entries([of])))
+    return shaped
 
 
 def test_greedy_takes_the_most_likely_token():
@@ -77,11 +86,9 @@ def test_filters_look_at_the_tempered_distribution():
 
 def test_penalties_count_output_and_repetition_counts_the_prompt_too():
     row = logits(2.0, 2.0, 2.0, -1.0)
-    shaped = sampler._penalise(
-        row, [Row(request([0, 0, 1], presence_penalty=0.5, frequency_penalty=0.25))]
-    )
+    shaped = shape(row, Row(request([0, 0, 1], presence_penalty=0.5, frequency_penalty=0.25)))
     assert shaped[0, :4].tolist() == [1.0, 1.25, 2.0, -1.0]
-    shaped = sampler._penalise(row, [Row(request([3], prompt=[0], repetition_penalty=2.0))])
+    shaped = shape(row, Row(request([3], prompt=[0], repetition_penalty=2.0)))
     assert shaped[0, :4].tolist() == [1.0, 2.0, 2.0, -2.0]
     assert row[0, :4].tolist() == [2.0, 2.0, 2.0, -1.0], "the model's logits were written"
 
@@ -160,7 +167,7 @@ def test_rows_of_drafts_are_drawn_as_if_the_drafts_were_output():
     drafting = request([3], seed=5)
     drafting.draft_token_ids = [8, 9]
     row = torch.randn(1, VOCAB).expand(3, -1)
-    got = [s.token_id for s in sample(row, rows_of(drafting), 0)]
+    got = [s.token_id for s in sample(row, rows_of(ScheduledRequest(drafting, 2, 3, True)), 0)]
     want = [
         sample(row[:1], [Row(request(out, seed=5))], 0)[0].token_id
         for out in ([3], [3, 8], [3, 8, 9])
@@ -188,8 +195,9 @@ def test_verification_accepts_the_longest_agreeing_prefix():
 )
 def test_filters_never_remove_everything_and_never_the_best(values, top_k, top_p, min_p):
     row = torch.tensor([values])
-    kept = sampler._filter(row, [SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)])
-    left = torch.isfinite(kept[0])
+    of = Row(request(top_k=top_k, top_p=top_p, min_p=min_p))
+    params = torch.from_numpy(row_data.parameters([of], [columns.FILTERED], 0))
+    left = reference.filtered(row, params)[0]
     assert left[row[0].argmax()]
     assert not top_k or int(left.sum()) <= top_k
 

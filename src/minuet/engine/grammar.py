@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 
 from minuet.engine.ipc import GrammarSpec
 from minuet.errors import RequestError
@@ -17,7 +17,6 @@ from minuet.errors import RequestError
 _CACHE_BYTES = 64 * 2**20
 _CONTROLS = frozenset(range(0x20))
 _MAX_WHITESPACE = 32
-_NEVER = float("-inf")
 
 
 class Vocabulary(Protocol):
@@ -128,32 +127,33 @@ class Grammar:
     def __init__(self, xgrammar: Any, compiled: Any, vocab_size: int, start_after: int | None):
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
-        self._shifts = torch.arange(32, dtype=torch.int32)
-        self._start_after, self._vocab_size = start_after, vocab_size
+        self._start_after = start_after
         self._started = start_after is None
 
-    def mask(self, logits: torch.Tensor, ahead: Sequence[int] = ()) -> None:
-        """Take away what may not come next.
+    def allowed(self, ahead: Sequence[int] = ()) -> np.ndarray | None:
+        """What may come next.
 
         Args:
-            logits: [V]; written. All -inf afterwards if nothing may come.
             ahead: tokens taken for granted before it. Where they do not fit, the row that draws
                 them is masked, so this one will not count.
+
+        Returns:
+            [words] int32, for the caller to keep: bit ``t % 32`` of word ``t // 32`` allows token
+            ``t``, and all zero if nothing may come; None: anything may.
         """
         if not self._started:
-            return
+            return None
         accepted = 0
         while accepted < len(ahead) and self._matcher.accept_token(ahead[accepted]):
             accepted += 1
         if accepted < len(ahead) or self._matcher.is_terminated():
-            logits.fill_(_NEVER)
+            words = np.zeros(self._bitmask.shape[1], np.int32)
         else:
             self._matcher.fill_next_token_bitmask(self._bitmask)
-            bits = (self._bitmask[0][:, None] >> self._shifts) & 1
-            allowed = bits.flatten()[: self._vocab_size].bool().to(logits.device)
-            logits.masked_fill_(~allowed, _NEVER)
+            words = self._bitmask[0].numpy().copy()
         if accepted:
             self._matcher.rollback(accepted)
+        return words
 
     def accept(self, token_id: int) -> bool:
         """Advance by a drawn token; False if the grammar does not allow it."""

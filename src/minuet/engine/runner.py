@@ -33,7 +33,7 @@ class Runner:
     """Runs steps of one model over one cache.
 
     Args:
-        model: weights and kernels.
+        model: weights and kernels; looked into by measurements.
         cache: the pool; written.
         seed: of requests that bring none.
 
@@ -44,7 +44,7 @@ class Runner:
     depth = 0
 
     def __init__(self, model: Model, cache: KVCache, seed: int = 0):
-        self._model, self.cache, self._seed = model, cache, seed
+        self.model, self.cache, self._seed = model, cache, seed
         self._page_size = cache.layers[0].layout.page_size
         self._device = cache.layers[0].k.device
 
@@ -61,11 +61,11 @@ class Runner:
             token nor error.
         """
         batch = build(step, self._page_size, self._device)
-        hidden = self._model.forward(batch.token_ids, batch.attention, self.cache)
+        hidden = self.model.forward(batch.token_ids, batch.attention, self.cache)
         rows = [row for s in step.scheduled if s.samples for row in sampler.rows_of(s)]
         drawn = []
         if rows:
-            drawn = sampler.sample(self._model.logits(hidden[batch.sample_rows]), rows, self._seed)
+            drawn = sampler.sample(self.model.logits(hidden[batch.sample_rows]), rows, self._seed)
         results = []
         first = first_row = 0
         for share in step.scheduled:
@@ -75,10 +75,18 @@ class Runner:
                 result = sampler.verify(share.request, drawn[first_row:last_row])
                 first_row = last_row
             computed = hidden[first : first + share.num_tokens]
-            reports = prompt_logprobs(share, computed, lambda rows: [self._model.logits(rows)])
+            reports = prompt_logprobs(share, computed, lambda rows: [self.model.logits(rows)])
             results.append(result._replace(prompt_logprobs=reports) if reports else result)
             first += share.num_tokens
         return results
+
+    def launcher(self, step: Step) -> Callable[[], None]:
+        """What runs a step, over and over; for measurements."""
+
+        def again() -> None:
+            self.execute(step)
+
+        return again
 
     @torch.inference_mode()
     def logits(self, step: Step) -> Tensor:
@@ -87,7 +95,7 @@ class Runner:
         Verification of drafted tokens reads all rows; so do the tests.
         """
         batch: StepBatch = build(step, self._page_size, self._device)
-        return self._model.logits(self._model.forward(batch.token_ids, batch.attention, self.cache))
+        return self.model.logits(self.model.forward(batch.token_ids, batch.attention, self.cache))
 
 
 def prompt_logprobs(

@@ -1,60 +1,177 @@
 """Logits to tokens. Every row is drawn from its own request's numbers: batch-mates do not matter.
 
-Order, as vLLM: log-probabilities are reported of the raw logits; then bias, penalties and the
-minimum length; then temperature; then top-k, top-p and min-p on the tempered distribution.
+Order, as vLLM: log-probabilities are reported of the raw logits; then penalties, bias and the
+minimum length, then the grammar; then temperature; then top-k, top-p and min-p on the tempered
+distribution.
 
-Draws are stateless: the noise of a token is seeded by (request seed, output position), so that a
-preempted request continues exactly as it would have, and a seeded request repeats exactly. It also
-makes verification of drafts exact: each row is drawn as if its drafts were certain, and a draft is
-accepted if it is what the row before it drew.
+Draws are stateless: the noise of a token is a function of (request seed, output position, token),
+so that a preempted request continues exactly as it would have, and a seeded request repeats
+exactly. It also makes verification of drafts exact: each row is drawn as if its drafts were
+certain, and a draft is accepted if it is what the row before it drew.
+
+:func:`draw` queues all of it on the device and returns; nothing in it waits. The tokens stay there
+for the next step, and a copy of them comes back meanwhile.
 """
 
-import hashlib
+import functools
+import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minuet.engine import rows as row_data
+from minuet.engine.rows import Row, rows_of
 from minuet.engine.types import NOT_FINITE, Request, Sampled, SamplingParams, TokenLogprobs
+from minuet.ops.sampling import columns
+from minuet.ops.sampling.reference import Report
+from minuet.platform.arch import ARCHS
+from minuet.platform.device import Facility, facility
+from minuet.platform.triton import arch_name
+
+__all__ = [
+    "NO_TOKEN_LEFT", "Drawn", "Row", "draw", "greedy", "prompt_logprobs", "rehearse", "rows_of",
+    "sample", "verify",
+]  # fmt: skip
 
 # R rows, V vocabulary
 
-_NEVER = float("-inf")
 NO_TOKEN_LEFT = "no token of the vocabulary continues this answer within its grammar"
+_FORMS = {
+    "reference": "minuet.ops.sampling.reference",
+    "triton": "minuet.ops.triton.sampling",
+}
+# Entries sent at a time: the device needs room for no more, however long the requests are.
+_ENTRIES = 1 << 16
+_ALIGNED = 4  # int32; kernels are compiled for pointers to 16 bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Whose logits a row has, and which drafts it takes for granted.
+@functools.cache
+def _form(device: torch.device) -> Any:
+    """The functions of :mod:`minuet.ops.sampling.reference` in the form for a device."""
+    return importlib.import_module(_FORMS[ARCHS[arch_name(device)].ops])
+
+
+@functools.cache
+def _facility(device: torch.device) -> Facility:
+    return facility(device)
+
+
+class _Fetched:
+    """Tensors on their way to the host: small ones, to one piece of its memory."""
+
+    def __init__(self, device: Facility, tensors: dict[str, Tensor]):
+        sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()]
+        memory = device.staging(sum(sizes), torch.uint8)
+        self._host: dict[str, Tensor] = {}
+        first = 0
+        for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
+            host = memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            self._host[name] = host.copy_(tensor, non_blocking=True)
+            first += size
+        self._event = device.event()
+        self._event.record()
+
+    @property
+    def done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> dict[str, Tensor]:
+        self._event.synchronize()
+        return self._host
+
+
+class Drawn:
+    """What a step draws: tokens on the device at once, results on the host when they have come.
 
     Attributes:
-        request: whose.
-        num_drafts: the row follows this many of the request's drafts.
+        tokens: [R] int64 on the device, for what is queued before the next draw; some token where
+            a row has an error.
     """
 
-    request: Request
-    num_drafts: int = 0
+    def __init__(self, rows: Sequence[Row], tokens: Tensor, fetched: _Fetched):
+        self.tokens = tokens
+        self._rows, self._fetched = rows, fetched
 
     @property
-    def params(self) -> SamplingParams:
-        """How the request wants its tokens drawn."""
-        return self.request.params
+    def done(self) -> bool:
+        """Whether :meth:`results` would not wait."""
+        return self._fetched.done
 
-    @property
-    def num_output(self) -> int:
-        """Output tokens before the one this row draws."""
-        return len(self.request.output_token_ids) + self.num_drafts
+    def results(self) -> list[Sampled]:
+        """One per row, when the device has drawn them; a row with an error has no token."""
+        host = self._fetched.wait()
+        tokens, finite = host["tokens"].tolist(), host["finite"].tolist()
+        if len(host) == 2 and all(finite):
+            return [Sampled(token) for token in tokens]
+        stuck = host["stuck"].tolist() if "stuck" in host else [False] * len(tokens)
+        reports = _reports(host, tokens, [row.params.logprobs for row in self._rows])
+        results = []
+        for index, row in enumerate(self._rows):
+            error = "" if finite[index] else NOT_FINITE
+            if not error and stuck[index] and row.request.grammar is not None:
+                error = NO_TOKEN_LEFT
+            if error:
+                results.append(Sampled(None, error=error))
+            else:
+                results.append(Sampled(tokens[index], reports[index]))
+        return results
 
-    @property
-    def output_token_ids(self) -> list[int]:
-        """Those tokens."""
-        return self.request.output_token_ids + self.request.draft_token_ids[: self.num_drafts]
+
+def sample(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> list[Sampled]:
+    """Draw one token per row and wait for it: :func:`draw` and its results."""
+    return draw(logits, rows, engine_seed).results()
 
 
-def rows_of(request: Request) -> list[Row]:
-    """The rows a step computes for a request that samples: its last token, then its drafts."""
-    return [Row(request, ahead) for ahead in range(1 + len(request.draft_token_ids))]
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely tokens, in the form for the device; a graph can capture it.
+
+    Args:
+        logits: [R, V] float32.
+
+    Returns:
+        tokens [R] int64, the lowest id of equal ones, and finite [R] bool: whether every logit of
+        the row is a finite number.
+    """
+    found: tuple[Tensor, Tensor] = _form(logits.device).greedy(logits)
+    return found
+
+
+def draw(
+    logits: Tensor,
+    rows: Sequence[Row],
+    engine_seed: int,
+    greedy: tuple[Tensor, Tensor] | None = None,
+) -> Drawn:
+    """Queue the draw of one token per row; nothing waits for the device.
+
+    Args:
+        logits: [R, V] float32; not written.
+        rows: what each row is.
+        engine_seed: used with the request's arrival number where a request brings no seed.
+        greedy: what :func:`greedy` gave for these logits, if it is there already.
+
+    Returns:
+        the tokens, and results to come; a row with a non-finite logit gets an error and no token.
+    """
+    form, device = _form(logits.device), _facility(logits.device)
+    tokens, finite = greedy if greedy is not None else form.greedy(logits)
+    modes = [row_data.mode_of(row, logits.shape[1]) for row in rows]
+    wanted = [-1 if row.params.logprobs is None else row.params.logprobs for row in rows]
+    used, most = frozenset(modes) - {columns.KEEP}, max(wanted)
+    back = {"finite": finite}
+    if used:
+        tokens = tokens.clone()  # the caller's may belong to a graph
+        back["stuck"] = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
+        (params,) = _upload(device, row_data.parameters(rows, modes, engine_seed))
+        shaped = _shaped(form, device, logits, rows, params)
+        form.draw(shaped, params, tokens, back["stuck"], used)
+    if most >= 0:
+        (tops,) = _upload(device, np.array(wanted, np.int32))
+        back |= _parts(form.report(logits, tokens, tops, min(most, logits.shape[1])))
+    return Drawn(rows, tokens, _Fetched(device, {"tokens": tokens, **back}))
 
 
 def verify(request: Request, drawn: Sequence[Sampled]) -> Sampled:
@@ -82,166 +199,129 @@ def verify(request: Request, drawn: Sequence[Sampled]) -> Sampled:
     raise AssertionError("the last row has no draft to equal")
 
 
-def sample(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> list[Sampled]:
-    """Draw one token per row.
-
-    Args:
-        logits: [R, V] float32; not written.
-        rows: what each row is.
-        engine_seed: used with the request's arrival number where a request brings no seed.
-
-    Returns:
-        one :class:`Sampled` per row; a row with a non-finite logit gets an error and no token.
-    """
-    finite = torch.isfinite(logits).all(-1)
-    safe = logits if bool(finite.all()) else torch.where(finite[:, None], logits, 0.0)
-    shaped = _penalise(safe, rows)
-    tokens = shaped.argmax(-1)
-    errors = [
-        NOT_FINITE if not good else NO_TOKEN_LEFT if _is_stuck(row, shaped[index]) else ""
-        for index, (row, good) in enumerate(zip(rows, finite.tolist(), strict=True))
-    ]
-    drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
-    if drawn:
-        picked = torch.tensor(drawn, device=logits.device)
-        tokens[picked] = _draw(shaped[picked], [rows[index] for index in drawn], engine_seed)
-    logprobs = _logprobs_of(safe, tokens, [row.params.logprobs for row in rows])
-    return [
-        Sampled(token_id=None, error=error) if error else Sampled(token_id=token, logprobs=report)
-        for token, report, error in zip(tokens.tolist(), logprobs, errors, strict=True)
-    ]
-
-
-def _is_stuck(row: Row, logits: Tensor) -> bool:
-    return row.request.grammar is not None and bool((logits == _NEVER).all())
-
-
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
-    """Log-probability of each prompt token given those before it.
+    """Log-probability of each prompt token given those before it; waits for the device.
 
     Args:
         logits: [R, V] float32 at prompt positions.
         next_ids: R token ids; the one that follows each position.
         top: alternatives to report.
     """
-    reports = _logprobs_of(logits, _on(logits, next_ids), [top] * len(next_ids))
+    form, device = _form(logits.device), _facility(logits.device)
+    count, top = len(next_ids), min(top, logits.shape[1])
+    packed = np.array(next_ids, np.int64).view(np.int32)
+    ids, tops = _upload(device, packed, np.full(count, top, np.int32))
+    tokens = ids.view(torch.int64)
+    report = form.report(logits, tokens, tops, top)
+    fetched = _Fetched(device, _parts(report))
+    reports = _reports(fetched.wait(), next_ids, [top] * count)
     return tuple(r for r in reports if r is not None)
 
 
-# --- shaping -------------------------------------------------------------------------------------
+# --- on the way to the device --------------------------------------------------------------------
 
 
-def _penalise(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Logits after bias, penalties and the minimum length; the input where nobody asks for any."""
-    shaped = logits
-    for index, row in enumerate(rows):
-        if _is_plain(row):
-            continue
-        if shaped is logits:
-            shaped = logits.clone()
-        _penalise_row(shaped[index], row)
+def _shaped(
+    form: Any, device: Facility, logits: Tensor, rows: Sequence[Row], params: Tensor
+) -> Tensor:
+    """Logits after penalties, bias, minimum length and grammar; the input where nobody asks."""
+    if not any(row.is_shaped for row in rows):
+        return logits
+    shaped = logits.clone()
+    changes = row_data.entries(rows)
+    for first in range(0, len(changes), _ENTRIES):
+        (part,) = _upload(device, changes[first : first + _ENTRIES])
+        form.shape(shaped, params, part)
+    masked, allowed = row_data.masks(rows)
+    if len(masked):
+        form.mask(shaped, *_upload(device, masked, allowed))
     return shaped
 
 
-def _is_plain(row: Row) -> bool:
-    params = row.params
-    return (
-        not params.logit_bias
-        and params.presence_penalty == 0.0
-        and params.frequency_penalty == 0.0
-        and params.repetition_penalty == 1.0
-        and row.num_output >= params.min_tokens
-        and row.request.grammar is None
-    )
+def _upload(device: Facility, *arrays: np.ndarray) -> list[Tensor]:
+    """Arrays of int32 on the device, by one copy that nobody waits for."""
+    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
+    host = device.staging(sum(sizes), torch.int32)
+    memory, views, first = host.numpy(), [], 0
+    for array, size in zip(arrays, sizes, strict=True):
+        memory[first : first + array.size] = array.ravel()
+        views.append((first, array))
+        first += size
+    there = torch.empty(host.shape, dtype=torch.int32, device=device.device)
+    there.copy_(host, non_blocking=True)
+    return [there[at : at + array.size].view(array.shape) for at, array in views]
 
 
-def _penalise_row(logits: Tensor, row: Row) -> None:
-    params, output = row.params, row.output_token_ids
-    if params.repetition_penalty != 1.0:
-        seen = _on(logits, sorted({*row.request.prompt_token_ids, *output}))
-        score, penalty = logits[seen], params.repetition_penalty
-        logits[seen] = torch.where(score > 0, score / penalty, score * penalty)
-    if output and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = _on(logits, output).unique(return_counts=True)
-        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
-    if params.logit_bias:
-        logits[_on(logits, list(params.logit_bias))] += _on(
-            logits, list(params.logit_bias.values())
-        )
-    if row.num_output < params.min_tokens and row.request.stop_ids:
-        logits[_on(logits, sorted(row.request.stop_ids))] = _NEVER
-    if row.request.grammar is not None:
-        row.request.grammar.mask(logits, row.request.draft_token_ids[: row.num_drafts])
+# --- on the way back -----------------------------------------------------------------------------
 
 
-def _on(other: Tensor, values: Sequence[float]) -> Tensor:
-    """A tensor of these values on the device of another."""
-    return torch.tensor(values, device=other.device)
+def _parts(report: Report) -> dict[str, Tensor]:
+    return {
+        "logprob": report.logprob,
+        "rank": report.rank,
+        "top_ids": report.top_ids,
+        "top_logprobs": report.top_logprobs,
+    }
 
 
-# --- drawing -------------------------------------------------------------------------------------
-
-
-def _draw(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> Tensor:
-    """[R] int64 from the tempered and filtered distributions."""
-    temperature = _on(logits, [row.params.temperature for row in rows])
-    scaled = _filter(logits / temperature[:, None], [row.params for row in rows])
-    probabilities = scaled.softmax(-1)
-    # drawn on the host, so that a seed means the same on every device
-    noise = torch.stack([_noise(row, engine_seed, logits.shape[1]) for row in rows])
-    # argmax of p / Exp(1) is a draw from p (Gumbel-max in the linear domain)
-    return (probabilities / noise.to(logits.device)).argmax(-1)
-
-
-def _noise(row: Row, engine_seed: int, vocab: int) -> Tensor:
-    seed = row.params.seed
-    source = ("request", seed) if seed is not None else ("engine", engine_seed, row.request.arrival)
-    key = repr((*source, row.num_output)).encode()
-    generator = torch.Generator()
-    generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
-    return torch.empty(vocab).exponential_(generator=generator).clamp_(min=1e-20)
-
-
-def _filter(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Top-k, then top-p of what is left, then min-p; removed tokens get -inf."""
-    if not any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in params):
-        return logits
-    vocab = logits.shape[1]
-    ordered, order = logits.sort(dim=-1, descending=True)
-    keep = _on(logits, [min(p.top_k, vocab) or vocab for p in params])
-    removed = torch.arange(vocab, device=logits.device) >= keep[:, None]
-    probabilities = ordered.masked_fill(removed, _NEVER).softmax(-1)
-    # a token stays while the mass of the more likely ones is below top_p: the first always
-    before = probabilities.cumsum(-1) - probabilities
-    removed |= before >= _on(logits, [p.top_p for p in params])[:, None]
-    floor = _on(logits, [p.min_p for p in params])[:, None] * probabilities[:, :1]
-    removed |= probabilities < floor
-    removed[:, 0] = False
-    return torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(removed, _NEVER))
-
-
-# --- reporting -----------------------------------------------------------------------------------
-
-
-def _logprobs_of(
-    logits: Tensor, tokens: Tensor, wanted: Sequence[int | None]
+def _reports(
+    host: dict[str, Tensor], tokens: Sequence[int], wanted: Sequence[int | None]
 ) -> list[TokenLogprobs | None]:
-    rows = [row for row, top in enumerate(wanted) if top is not None]
-    reports: list[TokenLogprobs | None] = [None] * len(wanted)
-    if not rows:
-        return reports
-    picked = torch.tensor(rows, device=logits.device)
-    logprobs = logits[picked].log_softmax(-1)
-    mine = logprobs.gather(1, tokens[picked][:, None])
-    ranks = ((logprobs > mine).sum(-1) + 1).tolist()
-    most = max(top for top in wanted if top is not None)
-    values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
-    for i, row in enumerate(rows):
-        top = wanted[row] or 0
-        reports[row] = TokenLogprobs(
-            token_id=int(tokens[row]),
-            logprob=float(mine[i]),
+    """What came back of log-probabilities; None where a row wants none."""
+    if "rank" not in host:
+        return [None] * len(wanted)
+    ranks, logprobs = host["rank"].tolist(), host["logprob"].tolist()
+    ids, values = host["top_ids"].tolist(), host["top_logprobs"].tolist()
+    return [
+        None
+        if top is None
+        else TokenLogprobs(
+            token_id=tokens[i],
+            logprob=logprobs[i],
             rank=ranks[i],
-            top=tuple(zip(ids[i, :top].tolist(), values[i, :top].tolist(), strict=True)),
+            top=tuple(zip(ids[i][:top], values[i][:top], strict=True)),
         )
-    return reports
+        for i, top in enumerate(wanted)
+    ]
+
+
+# --- before ready --------------------------------------------------------------------------------
+
+
+class _AnythingGoes:
+    """A grammar that allows every token."""
+
+    def __init__(self, vocab: int):
+        self._words = np.full(-(-vocab // 32), -1, np.int32)
+
+    def allowed(self, ahead: Sequence[int] = ()) -> np.ndarray:
+        return self._words
+
+    def accept(self, token_id: int) -> bool:
+        return True
+
+
+def rehearse(max_rows: int, vocab: int, max_logprobs: int, device: torch.device) -> None:
+    """Meet every kernel once, at the most rows: later draws compile nothing and take no memory.
+
+    Args:
+        max_rows: rows of the largest step.
+        vocab: columns of the logits.
+        max_logprobs: alternatives a request may ask for.
+        device: where the logits will be.
+    """
+    logits = torch.zeros(max_rows, vocab, device=device)
+    kinds = (
+        SamplingParams(temperature=0.0, frequency_penalty=1.0, logprobs=max_logprobs),
+        SamplingParams(logprobs=max_logprobs),
+        SamplingParams(top_p=0.5, logprobs=max_logprobs),
+    )
+    requests = [
+        Request("", (0,), kind, 0, output_token_ids=[0], grammar=_AnythingGoes(vocab))
+        for kind in kinds
+    ]
+    found = greedy(logits)
+    for turn in range(len(kinds)):
+        rows = [Row(requests[(turn + i) % len(kinds)]) for i in range(max_rows)]
+        draw(logits, rows, 0, greedy=found).results()
+    prompt_logprobs(logits, [0] * max_rows, max_logprobs)

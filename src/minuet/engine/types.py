@@ -18,8 +18,8 @@ NOT_FINITE = "the model produced non-finite logits for this request"
 class GrammarState(Protocol):
     """Where a request stands in the grammar its answer must keep to; see ``engine/grammar.py``."""
 
-    def mask(self, logits: Any, ahead: Sequence[int] = ()) -> None:
-        """Set the logits of tokens that may not come after ``ahead`` to -inf, maybe all of them."""
+    def allowed(self, ahead: Sequence[int] = ()) -> Any:
+        """What may come after ``ahead``: [words] int32, a bit per token; None: anything."""
         ...
 
     def accept(self, token_id: int) -> bool:

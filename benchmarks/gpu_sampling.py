@@ -1,0 +1,238 @@
+"""Time sampling and the batch-invariant product on one GPU, next to the torch forms they replace.
+
+    python benchmarks/gpu_sampling.py --out results.json [--parts sampling,host,linear,tiles]
+
+Kernel times are microseconds per call under CUDA-graph replay, over sets of inputs that together
+exceed the L2 cache; contenders are replayed in turn. Results are compared with the reference before
+anything is timed. ``host`` is what a call of the engine's sampler costs the host, and the time from
+the call to its results.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from decode_kernels import DEVICE, ceilings, compare, header
+from tests.ops.sampling_cases import Wish, lines
+
+from minuet.engine import sampler
+from minuet.engine.rows import Row
+from minuet.engine.types import Request, SamplingParams
+from minuet.ops.sampling import columns, reference
+from minuet.ops.triton import linear as linear_form
+from minuet.ops.triton import sampling as form
+
+COLD_BYTES = 300e6
+VOCABS, ROWS = (200064, 50016), (1, 4, 64)
+WISHES = {
+    "temperature": Wish(columns.DRAW, 0.8),
+    "top_k 20, top_p 0.9": Wish(temperature=0.8, top_k=20, top_p=0.9),
+    "top_p 0.95": Wish(top_p=0.95),
+    "min_p 0.05": Wish(min_p=0.05),
+}
+# One of four ranks of M3: packed q, k, v and index projections; attention output; LM head
+WEIGHTS = {"qkv": (2560, 6144), "out": (6144, 2048), "lm_head": (50016, 6144)}
+TOKENS = (1, 4, 16, 64, 128, 2048)
+T = linear_form.Tile
+TILES = (
+    T(64, 128, 128, 4, 4, 132),
+    T(64, 128, 64, 4, 6, 132),
+    T(64, 128, 64, 4, 4, 264),
+    T(64, 64, 128, 4, 4, 132),
+    T(64, 64, 128, 4, 3, 264),
+    T(64, 64, 256, 4, 3, 132),
+    T(64, 32, 256, 4, 4, 132),
+    T(64, 256, 64, 8, 4, 132),
+    T(64, 256, 64, 4, 4, 132),
+    T(16, 64, 128, 4, 4, 264),
+    T(16, 128, 128, 4, 4, 132),
+    T(64, 128, 128, 8, 4, 132),
+)
+
+
+def rows_of_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
+    """``peaked``: a few tokens have most of the probability; ``flat``: nearly all tokens share."""
+    logits = torch.randn(rows, vocab, device=DEVICE)
+    return logits * 3 if kind == "peaked" else logits
+
+
+def torch_greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.argmax(-1), torch.isfinite(logits).all(-1)
+
+
+def torch_draw(logits: torch.Tensor, wish: Wish) -> torch.Tensor:
+    """The form it replaces, without its stops: a sort, and noise from the device's generator."""
+    scaled = logits / wish.temperature
+    if wish.mode == columns.FILTERED:
+        vocab = logits.shape[1]
+        ordered, order = scaled.sort(dim=-1, descending=True)
+        removed = torch.arange(vocab, device=DEVICE) >= (wish.top_k or vocab)
+        shares = ordered.masked_fill(removed, float("-inf")).softmax(-1)
+        removed = removed | (shares.cumsum(-1) - shares >= wish.top_p)
+        removed |= shares < wish.min_p * shares[:, :1]
+        removed[:, 0] = False
+        kept = ordered.masked_fill(removed, float("-inf"))
+        scaled = torch.empty_like(scaled).scatter_(1, order, kept)
+    noise = torch.empty_like(scaled).exponential_().clamp_(min=1e-20)
+    return (scaled.softmax(-1) / noise).argmax(-1)
+
+
+def sampling(limit: float) -> Iterator[dict[str, object]]:
+    for vocab in VOCABS:
+        for count in ROWS:
+            size = count * vocab * 4
+            sets = max(1, min(48, int(COLD_BYTES / size)))
+            for kind in ("peaked", "flat"):
+                logits = [rows_of_logits(kind, count, vocab) for _ in range(sets)]
+                row = {"what": "greedy", "logits": kind, "rows": count, "vocab": vocab}
+                for mine, theirs in zip(
+                    form.greedy(logits[0]), torch_greedy(logits[0]), strict=True
+                ):
+                    assert torch.equal(mine, theirs)
+                if kind == "peaked":
+                    row |= compare(
+                        {
+                            "us": lambda i, x=logits: form.greedy(x[i]),
+                            "torch_us": lambda i, x=logits: torch_greedy(x[i]),
+                        },
+                        sets,
+                    )
+                    yield row | {"read_fraction": round(size / row["us"] / 1e6 / limit, 3)}
+                for name, wish in WISHES.items():
+                    yield _one_draw(name, wish, kind, logits, limit)
+                del logits
+
+
+def _one_draw(
+    name: str, wish: Wish, kind: str, logits: list[torch.Tensor], limit: float
+) -> dict[str, object]:
+    count, vocab = logits[0].shape
+    params = lines([wish] * count).to(DEVICE)
+    tokens = torch.zeros(count, dtype=torch.int64, device=DEVICE)
+    stuck = torch.zeros(count, dtype=torch.bool, device=DEVICE)
+    modes = frozenset({wish.mode})
+    form.draw(logits[0], params, tokens, stuck, modes)
+    want = torch.zeros_like(tokens)
+    reference.draw(logits[0], params, want, stuck.clone(), modes)
+    assert torch.equal(tokens, want), (name, kind, tokens, want)
+    row = {"what": name, "logits": kind, "rows": count, "vocab": vocab}
+    row |= compare(
+        {
+            "us": lambda i: form.draw(logits[i], params, tokens, stuck, modes),
+            "torch_us": lambda i: torch_draw(logits[i], wish),
+        },
+        len(logits),
+    )
+    size = count * vocab * 4
+    return row | {"read_fraction": round(size / row["us"] / 1e6 / limit, 3)}
+
+
+def host(_: float) -> Iterator[dict[str, object]]:
+    vocab = 200064
+    kinds = {
+        "greedy": {"temperature": 0.0},
+        "temperature": {"temperature": 0.8},
+        "top_k 20, top_p 0.9": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+        "greedy, 5 log-probabilities": {"temperature": 0.0, "logprobs": 5},
+        "penalties, 2000 tokens": {"temperature": 0.8, "repetition_penalty": 1.1},
+    }
+    sampler.rehearse(64, vocab, 20, DEVICE)
+    for count in ROWS:
+        logits = rows_of_logits("peaked", count, vocab)
+        for name, fields in kinds.items():
+            prompt = tuple(range(2000)) if "penalties" in name else (1,)
+            rows = [Row(Request(f"{i}", prompt, SamplingParams(**fields), i)) for i in range(count)]
+            found = sampler.greedy(logits)
+            calls, answers = [], []
+            for _ in range(30):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                drawn = sampler.draw(logits, rows, 0, greedy=found)
+                called = time.perf_counter()
+                drawn.results()
+                answers.append(time.perf_counter() - began)
+                calls.append(called - began)
+            yield {
+                "what": f"host: {name}", "rows": count, "vocab": vocab,
+                "call_us": round(sorted(calls)[15] * 1e6, 1),
+                "answer_us": round(sorted(answers)[15] * 1e6, 1),
+            }  # fmt: skip
+
+
+def linear(limit: float, tiles: Sequence[linear_form.Tile | None] = (None,)) -> Iterator[dict]:
+    for name, (n, k) in WEIGHTS.items():
+        sets = max(1, int(COLD_BYTES / (n * k * 2)))
+        weights = [torch.randn(n, k, device=DEVICE).bfloat16() / k**0.5 for _ in range(sets)]
+        for tokens in TOKENS:
+            if None in tiles or tokens in (1, 64, 128):
+                yield {"what": f"linear {name}"} | _one_product(weights, tokens, limit, tiles)
+        del weights
+        torch.cuda.empty_cache()
+
+
+def _one_product(
+    weights: list[torch.Tensor],
+    tokens: int,
+    limit: float,
+    tiles: Sequence[linear_form.Tile | None],
+) -> dict[str, object]:
+    n, k = weights[0].shape
+    x = torch.randn(tokens, k, device=DEVICE).bfloat16()
+    exact = x.float() @ weights[0].float().T
+    contenders: dict[str, Callable[[int], object]] = {}
+    for tile in tiles:
+        got = linear_form.invariant_linear(x, weights[0], tile=tile)
+        error = float((got.float() - exact).norm() / exact.norm())
+        assert error < 3e-3, error
+        label = "us"
+        if tile is not None:
+            label = f"{tile.m}x{tile.n}x{tile.k} w{tile.num_warps} s{tile.num_stages}"
+            label += f" p{tile.programs}"
+        contenders[label] = lambda i, t=tile: linear_form.invariant_linear(x, weights[i], tile=t)
+    contenders["cublas_us"] = lambda i: torch.nn.functional.linear(x, weights[i])
+    times = compare(contenders, len(weights))
+    row: dict[str, object] = {"tokens": tokens, "n": n, "k": k, **times}
+    if "us" in times:
+        row["of_cublas"] = round(times["cublas_us"] / times["us"], 2)
+        row["read_fraction"] = round(n * k * 2 / times["us"] / 1e6 / limit, 3)
+        row["tflops"] = round(2 * tokens * n * k / times["us"] / 1e6, 1)
+    return row
+
+
+PARTS = {
+    "sampling": sampling,
+    "host": host,
+    "linear": linear,
+    "tiles": lambda limit: linear(limit, TILES),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default="sampling,host,linear")
+    parser.add_argument("--commit", default="unknown", help="what was measured, for the header")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    report: dict[str, object] = {"header": header(sys.argv) | {"commit": args.commit}, "rows": []}
+    limits = ceilings(torch.randn(1 << 28, device=DEVICE))
+    report["header"] |= {"ceilings": limits}
+    report["header"]["method"] += f"; inputs of one call are rotated over {COLD_BYTES / 1e6:.0f} MB"
+    for part in args.parts.split(","):
+        for row in PARTS[part](limits["read_tbs"]):
+            report["rows"].append(row)
+            print(json.dumps(row), flush=True)
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
