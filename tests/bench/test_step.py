@@ -8,7 +8,7 @@ import torch
 from minuet.attention.contract import Phase
 from minuet.bench.step.cell import Cell, settings_for
 from minuet.bench.step.fill import fill
-from minuet.bench.step.measure import distinct_experts, kernel_rows, runner_of
+from minuet.bench.step.measure import distinct_experts, kernel_rows
 from minuet.cli import main
 from minuet.config import read_options
 from minuet.dtypes import DType
@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_roofline_with_the_experts_that_were_visited(chec
 
 def test_experts_are_counted_and_the_engine_is_left_as_it_was(checkpoint):
     prepared = desk.engine(checkpoint("tiny128"), max_model_len=512)
-    runner, facts = runner_of(prepared), prepared.plan.facts
+    runner, facts = prepared.runner, prepared.plan.facts
     fill(runner.cache)
     one = Cell(DECODE, 1, 200).step(range(1, 9), 128, facts.vocab)
     many = Cell(PREFILL, 2, 200, query_len=200).step(range(20, 29), 128, facts.vocab)

@@ -126,7 +126,7 @@ def test_non_finite_logits_end_one_request_and_keep_nothing_of_it_in_the_cache(p
     good_prompt, bad_prompt = token_ids(30, 512, seed=1), token_ids(30, 512, seed=2)
     want = answer(prepared, [good_prompt], max_tokens=6)[0]
     core.scheduler.prefix.reset()
-    model = core._executor._model
+    model = core._executor.model
     inner, calls = model.logits, []
 
     def logits(hidden):

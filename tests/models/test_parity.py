@@ -45,7 +45,7 @@ def test_selected_blocks_equal_transformers(model, monkeypatch):
         seen.append(original(*args))
         return seen[-1]
 
-    for attention in prepared.core._executor._model._attention:
+    for attention in prepared.core._executor.model._attention:
         kernels = attention._kernels
         if kernels.select is not None:
             monkeypatch.setattr(

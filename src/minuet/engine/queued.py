@@ -88,7 +88,7 @@ class QueuedRunner:
         seed: int = 0,
     ):
         self.cache, self.prepared, self.seal, self.depth = cache, prepared, seal, depth
-        self._model, self._seed = model, seed
+        self.model, self._seed = model, seed
         self._places: dict[int, int] = {}  # share of the last step -> its token's place
 
     @torch.inference_mode()
@@ -182,4 +182,4 @@ class QueuedRunner:
 
     def _all_logits(self, hidden: Tensor) -> list[Tensor]:
         """Logits of many rows, no more of them at a time than a decode step has."""
-        return [self._model.logits(rows) for rows in hidden.split(self.prepared.drawn.shape[0])]
+        return [self.model.logits(rows) for rows in hidden.split(self.prepared.drawn.shape[0])]

@@ -34,8 +34,15 @@ _PROFILED = 10
 class Runner(Protocol):
     """What is measured: an engine's runner."""
 
-    cache: KVCache
-    model: Any
+    @property
+    def cache(self) -> KVCache:
+        """The pool."""
+        ...
+
+    @property
+    def model(self) -> Any:
+        """The model, for a look at its routed FFNs."""
+        ...
 
     def launcher(self, step: Step) -> Callable[[], None]:
         """A call that queues what a served step of this shape queues on the device."""
@@ -61,16 +68,6 @@ class Effort:
     profile: bool = True
 
 
-def runner_of(engine: Engine) -> Runner:
-    """What executes the engine's steps."""
-    runner: Any = engine.runner
-    if not hasattr(runner, "launcher"):
-        runner.launcher = lambda step: lambda: runner.execute(step)
-    runner.model = runner._model
-    found: Runner = runner
-    return found
-
-
 def measure(
     engine: Engine, cell: Cell, effort: Effort, read_bytes_per_s: float, seed: int = 0
 ) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def measure(
     Raises:
         ConfigError: the pool does not hold the cell's contexts.
     """
-    plan, runner = engine.plan, runner_of(engine)
+    plan, runner = engine.plan, engine.runner
     device, page_size = runner.cache.layers[0].k.device, plan.config.block_size
     pages = _pages(cell, runner.cache.num_pages, page_size, seed)
     step = cell.step(pages, page_size, plan.facts.vocab, seed)
