@@ -92,7 +92,7 @@ def plan_requests(count: int, longest: int, most_output: int, seed: int) -> list
 
 def serve(engine: Engine, asked: list[Asked], concurrency: int, seed: int) -> Seen:
     """Send every request and note what happens."""
-    core, vocab, draw = engine.core, engine.plan.facts.vocab, random.Random(seed)
+    core, vocab, draw = engine.core, engine.plan.facts.vocab, np.random.default_rng(seed)
     seen, waiting, live = Seen(), list(reversed(asked)), {}
     computing = None
     with tqdm(total=len(asked), unit="req", disable=not sys.stderr.isatty()) as bar:
@@ -100,7 +100,7 @@ def serve(engine: Engine, asked: list[Asked], concurrency: int, seed: int) -> Se
             if waiting and computing is None and len(live) < concurrency:
                 request = waiting.pop()
                 computing = f"r{len(asked) - len(waiting)}"
-                prompt = [draw.randrange(vocab) for _ in range(request.length)]
+                prompt = draw.integers(0, vocab, request.length).tolist()
                 live[computing] = request
                 add(core, computing, prompt, request.output)
             for output in core.step():
