@@ -18,6 +18,8 @@ from tests.attention.conformance import (
     check_ties,
     check_write,
 )
+from tests.attention.triton_forms import cases as form_cases
+from tests.attention.triton_forms import check_forms
 from tests.attention.triton_planned import check_planned
 
 
@@ -43,6 +45,8 @@ def main(names: list[str]) -> int:
         for score_bytes in (1 << 20, 1 << 10):  # all at once; a few query tokens at a time
             check_planned(backend.device, score_bytes, reduced=True)
         print("ok planned", flush=True)
+        check_forms(form_cases(fp8)[f"few-{fp8}"], backend)
+        print("ok forms", flush=True)
         # FP16: the interpreter rounds FP32 to BF16 towards zero
         for kv in (DType.FP16, fp8):
             check_write(backend, kv, kv, 64, torch.float16, carries=False)

@@ -23,6 +23,8 @@ from tests.attention.conformance import (
     check_write,
     moved,
 )
+from tests.attention.triton_forms import cases as form_cases
+from tests.attention.triton_forms import check_forms
 from tests.attention.triton_planned import check_planned
 from tests.gpu.support import (
     GPU,
@@ -74,6 +76,11 @@ def test_scores_over_budget_are_chunked(score_bytes):
     made = cases(FLAVOUR)
     for name in ("prefill-sparse-fp8_e4m3fn-37+83", "sparse-bfloat16-q3", "sparse-bfloat16-kv4"):
         check(made[name], backend(score_bytes=score_bytes))
+
+
+@pytest.mark.parametrize("name", list(form_cases(FLAVOUR)))
+def test_every_form_of_sparse_prefill(name):
+    check_forms(form_cases(FLAVOUR)[name], backend())
 
 
 @pytest.mark.parametrize("score_bytes", [1 << 20, 1 << 10])
