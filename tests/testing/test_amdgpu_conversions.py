@@ -1,4 +1,4 @@
-"""Narrow floats and bytes: every conversion against torch's own FP8.
+"""Narrow numbers: every conversion against torch's own FP8; bytes; integers of odd width.
 
 Sources of the operands: "AMD Instinct MI300 ISA", "AMD Instinct CDNA4 ISA", MLIR's ROCDL dialect.
 """
@@ -6,7 +6,9 @@ Sources of the operands: "AMD Instinct MI300 ISA", "AMD Instinct CDNA4 ISA", MLI
 import numpy as np
 import pytest
 import torch
-from tests.testing.snippets import covers, one, same_bits
+from tests.testing.snippets import covers, one, run, same_bits
+
+from minuet.testing.amdgpu import SimulationError
 
 pytestmark = pytest.mark.sim
 
@@ -112,3 +114,33 @@ def test_scaled_encoding_of_eight_divides(scale):
     inputs = {"v": ("<8 x float>", values * np.float32(scale))}
     got = one(call, inputs, "<2 x i32>", arch="gfx1250", lanes=64)
     np.testing.assert_array_equal(got.view(np.uint8), codes_of(values, "gfx950"))
+
+
+@covers("llvm.bitreverse")
+@pytest.mark.parametrize("width", [4, 8, 13, 32])
+def test_bitreverse_of_any_width(width):
+    values = np.random.default_rng(5).integers(0, 2**32, 64, dtype=np.uint64).astype(np.uint32)
+    narrow, wide = (
+        ("%a = add i32 %v, 0", "%r = add i32 %b, 0")
+        if width == 32
+        else (f"%a = trunc i32 %v to i{width}", f"%r = zext i{width} %b to i32")
+    )
+    body = f"{narrow}\n%b = call i{width} @llvm.bitreverse.i{width}(i{width} %a)\n{wide}"
+    got = run(body, {"v": ("i32", values)}, "i32")
+    want = [int(f"{int(v) % 2**width:0{width}b}"[::-1], 2) for v in values]
+    assert got.tolist() == want
+
+
+def test_integers_of_odd_width_lose_their_upper_bits_and_do_no_arithmetic():
+    body = """
+    %a = trunc i32 %v to i5
+    %b = xor i5 %a, 9
+    %c = or i5 %b, 16
+    %d = and i5 %c, -2
+    %r = zext i5 %d to i32
+    """
+    got = run(body, {"v": ("i32", np.arange(64, dtype=np.uint32))}, "i32")
+    assert got.tolist() == [((v % 32 ^ 9) | 16) & 30 for v in range(64)]
+    for line in ("%b = add i5 %a, 1", "%b = shl i5 %a, 1", "%b = ashr i5 %a, 1"):
+        with pytest.raises(SimulationError, match="odd width"):
+            run(f"%a = trunc i32 %tid to i5\n{line}\n%r = zext i5 %b to i32", {}, "i32")

@@ -17,6 +17,7 @@ from minuet.testing.amdgpu.types import (
     Type,
     Vec,
     dtype_of,
+    is_odd,
     scalar_of,
     signed_of,
     size_of,
@@ -103,6 +104,10 @@ def binary(instruction: Instruction) -> Pure:
             "mul": np.logical_and,
         }
         return logic[op]
+    if is_odd(kind) and op not in ("and", "or", "xor"):
+        raise SimulationError(f"{op} of an integer of odd width: {instruction.text}")
+    if is_odd(kind):
+        return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op]
     signed = signed_of(kind)
     unsigned = dtype_of(scalar_of(kind))
     table: dict[str, Pure] = {
@@ -190,6 +195,8 @@ def cast(instruction: Instruction) -> Pure:
     if op == "trunc":
         if scalar_of(target) == Int(1):
             return lambda x: (x & x.dtype.type(1)).astype(bool)
+        if is_odd(target):
+            return lambda x: x.astype(wanted) & all_ones(target)
         return lambda x: x.astype(wanted)
     if op == "zext":
         return lambda x: x.astype(wanted)
@@ -222,6 +229,13 @@ def cast(instruction: Instruction) -> Pure:
         return clipped.astype(bounds.dtype).view(wanted)
 
     return to_int
+
+
+def all_ones(t: Type) -> Value:
+    """The bits that an integer type has."""
+    scalar = scalar_of(t)
+    assert isinstance(scalar, Int)
+    return np.array(2**scalar.bits - 1, dtype_of(scalar))
 
 
 def bitcast(x: Value, source: Type, target: Type) -> Value:

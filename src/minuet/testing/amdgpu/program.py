@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from minuet.testing.amdgpu import intrinsics, ops
-from minuet.testing.amdgpu.intrinsics import Call
+from minuet.testing.amdgpu import ops
+from minuet.testing.amdgpu.calls import Call
+from minuet.testing.amdgpu.intrinsics import find
 from minuet.testing.amdgpu.ir import Block, Function, Instruction
 from minuet.testing.amdgpu.state import Executor, Front, SimulationError, Value
 from minuet.testing.amdgpu.types import Ptr
@@ -27,7 +28,7 @@ class Program:
         if pure is not None:
             return instruction.result, _pure_step(pure, instruction)
         if instruction.op == "call":
-            found = intrinsics.find(instruction.extra)
+            found = find(instruction.extra)
             return instruction.result, _call_step(found.handler, instruction)
         makers = {"load": _load_step, "store": _store_step, "atomicrmw": _atomic_step}
         if instruction.op in makers:

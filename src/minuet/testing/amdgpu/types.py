@@ -3,7 +3,8 @@
 ============  =======================  =====================================================
 type          array                    note
 ============  =======================  =====================================================
-``iN``        ``[lanes]`` uintN        ``i1`` is bool; N in 1, 8, 16, 32, 64
+``iN``        ``[lanes]`` uintN        ``i1`` is bool; N in 1, 8, 16, 32, 64. Of another N up
+                                        to 64: the next wider, upper bits zero; in registers only
 ``bfloat``    ``[lanes]`` uint16       bits; arithmetic goes through float32
 ``half`` ...  ``[lanes]`` float16 ...
 ``ptr``       ``[lanes]`` uint64       byte address; LDS addresses count from the workgroup's start
@@ -87,7 +88,7 @@ _SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 def dtype_of(t: Type) -> DTypeLike:
     """Array type of one scalar; KeyError for a width that is not modelled."""
     if isinstance(t, Int):
-        return _INTS[t.bits]
+        return _INTS[next(bits for bits in _INTS if bits >= t.bits)]
     if isinstance(t, Float):
         return _FLOATS[t.kind][0]
     if isinstance(t, Ptr):
@@ -95,8 +96,14 @@ def dtype_of(t: Type) -> DTypeLike:
     raise KeyError(t)
 
 
+def is_odd(t: Type) -> bool:
+    """Whether an integer (or vector of them) has a width that no array has."""
+    scalar = scalar_of(t)
+    return isinstance(scalar, Int) and scalar.bits not in _INTS
+
+
 def signed_of(t: Type) -> DTypeLike:
-    """Signed numpy type of an integer (or vector of them)."""
+    """Signed numpy type of an integer (or vector of them); KeyError for an odd width."""
     scalar = t.element if isinstance(t, Vec) else t
     assert isinstance(scalar, Int)
     return _SIGNED[scalar.bits]
@@ -105,7 +112,7 @@ def signed_of(t: Type) -> DTypeLike:
 def size_of(t: Type) -> int:
     """Bytes in memory; our data layouts pad nothing but odd vectors, which are refused."""
     if isinstance(t, Int):
-        return max(1, t.bits // 8)
+        return np.dtype(_INTS[t.bits]).itemsize
     if isinstance(t, Float):
         return _FLOATS[t.kind][1]
     if isinstance(t, Ptr):
