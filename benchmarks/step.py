@@ -9,7 +9,9 @@ docs/benchmarking.md.
 """
 
 import argparse
+import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,18 @@ from minuet.attention.contract import Phase  # noqa: E402
 from minuet.bench import record  # noqa: E402
 from minuet.bench.step import report  # noqa: E402
 from minuet.bench.step.cell import Cell  # noqa: E402
-from minuet.bench.step.measure import Effort, measure  # noqa: E402
+from minuet.bench.step.measure import (  # noqa: E402
+    Effort,
+    Times,
+    distinct_experts,
+    entry,
+    step_of,
+    time_step,
+)
 from minuet.bench.step.run import described, prepare  # noqa: E402
 from minuet.config import read_options  # noqa: E402
 from minuet.engine.start import Engine  # noqa: E402
+from minuet.engine.types import Step  # noqa: E402
 from minuet.models.slices import SliceSpec  # noqa: E402
 
 KV_TYPES = ("bfloat16", "fp8")
@@ -33,21 +43,39 @@ OVERHEAD_US, FRACTION, RATIO = 44.0, 0.60, 1.02
 
 
 def in_turns(
-    engines: dict[str, Engine], cell: Cell, args: argparse.Namespace, read: float
-) -> dict[str, dict[str, Any]]:
-    """The median round of each engine."""
-    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
+    engines: dict[str, Engine], steps: dict[str, list[Step]], args: argparse.Namespace
+) -> dict[str, list[list[Times]]]:
+    """Times by KV type, cell and round; the types take turns within a cell."""
+    times: dict[str, list[list[Times]]] = {kv: [[] for _ in CELLS] for kv in engines}
     for number in range(args.rounds):
         effort = Effort(args.num_iters, profile=number == args.rounds - 1)
-        for name, engine in engines.items():
-            rounds[name].append(measure(engine, cell, effort, read))
-    kept = {}
-    for name, found in rounds.items():
-        medians = [one["step_ms"]["median"] for one in found]
-        middle = found[medians.index(sorted(medians)[len(medians) // 2])]
-        kernels = {"kernels": found[-1]["kernels"]}
-        kept[name] = {"kv_cache_dtype": name, **middle, **kernels, "rounds_ms": medians}
-    return kept
+        for place in range(len(CELLS)):
+            for kv, engine in engines.items():
+                times[kv][place].append(time_step(engine.runner, steps[kv][place], effort))
+    return times
+
+
+def kept(rounds: list[Times]) -> tuple[Times, list[float]]:
+    """The median round, with the kernels of the last, and the median of every round in ms."""
+    medians = [statistics.median(seen.device_s) for seen in rounds]
+    middle = rounds[medians.index(statistics.median_low(medians))]
+    return replace(middle, kernels=rounds[-1].kernels), [round(s * 1e3, 4) for s in medians]
+
+
+def measure(
+    engines: dict[str, Engine], cells: list[Cell], args: argparse.Namespace, read: float
+) -> list[dict[str, Any]]:
+    """An entry per cell and KV type."""
+    steps = {kv: [step_of(engine, cell) for cell in cells] for kv, engine in engines.items()}
+    times = in_turns(engines, steps, args)
+    found = []
+    for place, cell in enumerate(cells):
+        for kv, engine in engines.items():
+            middle, rounds_ms = kept(times[kv][place])
+            experts = distinct_experts(engine.runner, steps[kv][place])
+            one = entry(engine, cell, middle, experts, read)
+            found.append({"kv_cache_dtype": kv, **one, "rounds_ms": rounds_ms})
+    return found
 
 
 def judge(cells: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -110,7 +138,7 @@ def main() -> int:
         options = read_options({"model": args.model, "kv_cache_dtype": kv, "seal": "warn"})
         seen, engines[kv] = prepare(options, part, cells, lambda line: print(line, file=sys.stderr))
         read = max(read, seen)
-    found = [entry for cell in cells for entry in in_turns(engines, cell, args, read).values()]
+    found = measure(engines, cells, args, read)
     whole = {
         **described(engines[KV_TYPES[0]], args.model, part, read),
         "rounds": args.rounds,

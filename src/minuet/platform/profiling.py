@@ -37,7 +37,7 @@ def kernel_times(
     kind = device.type
     call()
     _wait(device)
-    with profile(activities=[_ACTIVITY[kind]]) as seen:
+    with profile(activities=[_ACTIVITY[kind]], acc_events=True) as seen:
         for _ in range(iters):
             call()
         _wait(device)

@@ -7,7 +7,8 @@ from itertools import pairwise
 import torch
 
 _READ_BYTES = {"cuda": 2**31, "cpu": 2**28}  # several times any cache
-_READS = 12
+# (reads before, timed reads): an idle GPU needs some 50 ms to raise its clocks
+_READS = {"cuda": (150, 50), "cpu": (1, 6)}
 
 
 def time_calls(
@@ -53,7 +54,8 @@ def read_bandwidth(device: torch.device) -> float:
     size = _READ_BYTES[device.type]
     memory = torch.zeros(size // 4, dtype=torch.int32, device=device)
     read = _reader(memory)
-    seconds = min(time_calls(read, device, iters=_READS, warmup=2))
+    warmup, iters = _READS[device.type]
+    seconds = min(time_calls(read, device, iters=iters, warmup=warmup))
     del memory, read
     if device.type != "cpu":
         torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ from minuet.planning.memory import DUMMY_PAGES
 from minuet.platform.profiling import KernelTime, kernel_times
 from minuet.platform.timing import time_calls
 
-_HOST_STEPS = 20
+_ENGINE_STEPS = 20
 _PROFILED = 10
 
 
@@ -69,41 +69,92 @@ class Effort:
 
 
 def measure(
-    engine: Engine, cell: Cell, effort: Effort, read_bytes_per_s: float, seed: int = 0
-) -> dict[str, Any]:
-    """Time one step, and hold it against the limit.
+    engine: Engine, cells: Sequence[Cell], effort: Effort, read_bytes_per_s: float, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Time steps, and hold them against the limit.
 
     Args:
-        engine: prepared for the cell, its cache filled.
-        cell: what to run.
+        engine: prepared for the cells, its cache filled.
+        cells: what to run.
         effort: how long to look.
         read_bytes_per_s: of a plain read on this device, measured before.
         seed: of tokens and pages.
 
     Raises:
+        ConfigError: the pool does not hold a cell's contexts.
+    """
+    steps = [step_of(engine, cell, seed) for cell in cells]
+    times = [time_step(engine.runner, step, effort) for step in steps]
+    # last: outside their graphs, steps take memory and kernels that nobody prepared
+    experts = [distinct_experts(engine.runner, step) for step in steps]
+    return [
+        entry(engine, cell, seen, visited, read_bytes_per_s)
+        for cell, seen, visited in zip(cells, times, experts, strict=True)
+    ]
+
+
+def step_of(engine: Engine, cell: Cell, seed: int = 0) -> Step:
+    """A cell's step over random pages of the engine's pool.
+
+    Raises:
         ConfigError: the pool does not hold the cell's contexts.
     """
-    plan, runner = engine.plan, engine.runner
-    device, page_size = runner.cache.layers[0].k.device, plan.config.block_size
-    pages = _pages(cell, runner.cache.num_pages, page_size, seed)
-    step = cell.step(pages, page_size, plan.facts.vocab, seed)
+    plan, page_size = engine.plan, engine.plan.config.block_size
+    pages = _pages(cell, engine.runner.cache.num_pages, page_size, seed)
+    return cell.step(pages, page_size, plan.facts.vocab, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long a step took.
+
+    Attributes:
+        device_s: on the device, per iteration.
+        engine_s: from handing it to the engine to holding its tokens, per iteration.
+        kernels: of one step, the longest first; empty without a profile.
+    """
+
+    device_s: list[float]
+    engine_s: list[float]
+    kernels: list[KernelTime]
+
+
+def time_step(runner: Runner, step: Step, effort: Effort) -> Times:
+    """Run a step, over and over."""
+    device = runner.cache.layers[0].k.device
     with torch.inference_mode():
         launch = runner.launcher(step)
         seconds = time_calls(launch, device, iters=effort.iters, warmup=effort.warmup)
         kernels = kernel_times(launch, device, iters=_PROFILED) if effort.profile else []
-    host = [_host_step_s(runner, step) for _ in range(min(effort.iters, _HOST_STEPS))]
+    engine_s = [_engine_step_s(runner, step) for _ in range(min(effort.iters, _ENGINE_STEPS))]
+    return Times(seconds, engine_s, kernels)
+
+
+def entry(
+    engine: Engine, cell: Cell, times: Times, experts: Sequence[int], read_bytes_per_s: float
+) -> dict[str, Any]:
+    """A cell as a record has it.
+
+    Args:
+        engine: that ran it.
+        cell: what was run.
+        times: how long it took.
+        experts: see :func:`distinct_experts`.
+        read_bytes_per_s: see :func:`measure`.
+    """
+    step_ms = summary(times.device_s, 1e3)
     found = {
         "phase": cell.phase.value,
         "batch_size": cell.batch,
         "context": cell.context,
         "query_len": cell.query_len,
-        "step_ms": summary(seconds, 1e3),
-        "tokens_per_s": round(cell.num_tokens / statistics.median(seconds), 1),
-        "submit_to_result_ms": summary(host, 1e3),
-        **_against_limit(engine, cell, seconds, distinct_experts(runner, step), read_bytes_per_s),
+        "step_ms": step_ms,
+        "tokens_per_s": round(cell.num_tokens / statistics.median(times.device_s), 1),
+        "submit_to_result_ms": summary(times.engine_s, 1e3),
+        **_against_limit(engine, cell, times.device_s, experts, read_bytes_per_s),
     }
-    if kernels:
-        found["kernels"] = kernel_rows(kernels, found["step_ms"]["median"])
+    if times.kernels:
+        found["kernels"] = kernel_rows(times.kernels, step_ms["median"])
     return found
 
 
@@ -120,7 +171,7 @@ def _pages(cell: Cell, num_pages: int, page_size: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(DUMMY_PAGES, num_pages), needed)
 
 
-def _host_step_s(runner: Runner, step: Step) -> float:
+def _engine_step_s(runner: Runner, step: Step) -> float:
     began = time.perf_counter()
     runner.submit(step).results()
     return time.perf_counter() - began

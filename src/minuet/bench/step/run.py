@@ -45,8 +45,7 @@ def run(
         ConfigError: a model, a slice or a cell that cannot be.
     """
     read_bytes_per_s, engine = prepare(options, part, cells, announce)
-    seed = options["seed"]
-    found = [measure(engine, cell, effort, read_bytes_per_s, seed) for cell in cells]
+    found = measure(engine, cells, effort, read_bytes_per_s, options["seed"])
     return {
         **described(engine, options["model"], part, read_bytes_per_s),
         "iters": effort.iters,
