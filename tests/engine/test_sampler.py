@@ -11,7 +11,7 @@ from minuet.engine import rows as row_data
 from minuet.engine.sampler import NOT_FINITE, Row, prompt_logprobs, rows_of, sample, verify
 from minuet.engine.types import Request, Sampled, SamplingParams, ScheduledRequest
 from minuet.errors import RequestError
-from minuet.ops.sampling import columns, reference
+from minuet.ops.sampling import reference
 
 VOCAB = 32
 
@@ -41,7 +41,7 @@ def draws(row: torch.Tensor, count: int = 400, **params) -> list[int]:
 def shape(row: torch.Tensor, of: Row) -> torch.Tensor:
     """Logits after penalties and bias, as a draw makes them."""
     shaped = row.clone()
-    params = torch.from_numpy(row_data.parameters([of], [columns.DRAW], 0))
+    params = torch.from_numpy(row_data.parameters([of], 0))
     reference.shape(shaped, params, torch.from_numpy(row_data.entries([of])))
     return shaped
 
@@ -196,7 +196,7 @@ def test_verification_accepts_the_longest_agreeing_prefix():
 def test_filters_never_remove_everything_and_never_the_best(values, top_k, top_p, min_p):
     row = torch.tensor([values])
     of = Row(request(top_k=top_k, top_p=top_p, min_p=min_p))
-    params = torch.from_numpy(row_data.parameters([of], [columns.FILTERED], 0))
+    params = torch.from_numpy(row_data.parameters([of], 0))
     left = reference.filtered(row, params)[0]
     assert left[row[0].argmax()]
     assert not top_k or int(left.sum()) <= top_k

@@ -1,25 +1,26 @@
 """Sampling and the batch-invariant product on a GPU: values, no stop of the host, no growth."""
 
 import random
+import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
-import triton.language as tl  # noqa: E402
+pytest.importorskip("triton")
 
-from minuet.engine import sampler  # noqa: E402
-from minuet.engine.sampler import Row  # noqa: E402
-from minuet.engine.types import Request, SamplingParams  # noqa: E402
-from minuet.ops.linear import invariant_linear  # noqa: E402
-from minuet.ops.sampling import columns, philox  # noqa: E402
-from minuet.ops.triton import sampling as form  # noqa: E402
-from minuet.ops.triton.kernels.sampling import random_words  # noqa: E402
-from minuet.platform.device import facility  # noqa: E402
-from tests.gpu.support import GPU, counted_compilations, device  # noqa: E402
-from tests.ops import sampling_cases as cases  # noqa: E402
-from tests.ops.sampling_cases import Wish  # noqa: E402
+from minuet.engine import sampler
+from minuet.engine.sampler import Row
+from minuet.engine.types import Request, SamplingParams
+from minuet.ops.linear import invariant_linear
+from minuet.ops.sampling import sizes
+from minuet.ops.triton import sampling as form
+from minuet.platform.device import facility
+from tests.gpu.support import GPU, counted_compilations, device
+from tests.ops import sampling_cases as cases
+from tests.ops.sampling_cases import Wish
+from tests.ops.sampling_interpreter import check_words
 
 pytestmark = [pytest.mark.gpu, GPU]
 
@@ -76,26 +77,8 @@ def test_reports(vocab):
     cases.check_report(form, device(), vocab, most=20)
 
 
-@triton.jit
-def _words(params_ptr, out_ptr, QUADS: tl.constexpr):
-    quad = tl.arange(0, QUADS)
-    a, b, c, d = random_words(params_ptr, 0, quad)
-    tl.store(out_ptr + quad * 4, a)
-    tl.store(out_ptr + quad * 4 + 1, b)
-    tl.store(out_ptr + quad * 4 + 2, c)
-    tl.store(out_ptr + quad * 4 + 3, d)
-
-
 def test_random_words_are_those_of_the_definition_to_the_bit():
-    params = cases.lines([Wish()], seed=0x89ABCDEF)
-    params[0, columns.POSITION], params[0, columns.STREAM] = -1, -2
-    out = torch.zeros(4096, dtype=torch.uint32, device=device())
-    _words[(1,)](params.to(device()), out, QUADS=1024)
-    picked = [
-        columns.KEY_LOW, columns.KEY_HIGH, columns.POSITION, columns.STREAM, columns.DOMAIN,
-    ]  # fmt: skip
-    want = philox.words_of_tokens(params[:, picked].long(), 4096)[0]
-    assert torch.equal(out.cpu().long(), want)
+    check_words(device())
 
 
 # --- through the engine's sampler ----------------------------------------------------------------
@@ -145,30 +128,34 @@ def mixed_rows(count: int, vocab: int) -> list[Row]:
     ]
 
 
-@pytest.fixture
+@contextmanager
 def no_waiting():
+    """Inside, an operation that stops the host is an error."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is new
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 
 
+def test_the_guard_notices_a_wait():
+    with no_waiting(), pytest.raises(RuntimeError, match="synchronizing"):
+        torch.ones(1, device=device()).item()
+
+
 @pytest.mark.parametrize("count", [1, 8, 61])
-def test_a_draw_never_waits_compiles_or_grows_after_rehearsal(count, no_waiting):
+def test_a_draw_never_waits_compiles_or_grows_after_rehearsal(count):
     vocab = 50016
-    torch.cuda.set_sync_debug_mode("default")
     sampler.rehearse(64, vocab, 20, device())
     logits = torch.randn(count, vocab, device=device()) * 3
     found = sampler.greedy(logits)
     rows = mixed_rows(count, vocab)
-    torch.cuda.synchronize()
     held = facility(device()).allocations()
-    torch.cuda.set_sync_debug_mode("error")
-    with counted_compilations() as compiled:
+    with counted_compilations() as compiled, no_waiting():
         drawn = [sampler.draw(logits, rows, 5, greedy=found) for _ in range(3)]
         following = drawn[-1].tokens + 1  # what the next step does with it
         plain = sampler.draw(logits, rows[:1], 5)
-    torch.cuda.set_sync_debug_mode("default")
     assert compiled == []
     assert facility(device()).allocations() == held
     results = [one.results() for one in drawn]
@@ -176,6 +163,18 @@ def test_a_draw_never_waits_compiles_or_grows_after_rehearsal(count, no_waiting)
     assert [r.token_id for r in results[0]] == (following - 1).tolist()
     assert plain.results()[0].token_id == int(logits[0].argmax())
     assert drawn[0].done
+
+
+def test_a_draw_takes_no_more_memory_than_is_declared():
+    vocab, count = 200064, 64
+    logits = torch.randn(count, vocab, device=device())
+    rows = mixed_rows(count, vocab)
+    sampler.sample(logits, rows, 5)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    sampler.sample(logits, rows, 5)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= sizes.scratch_bytes(count, vocab, 3)
 
 
 def test_the_cpu_draws_the_same_tokens_with_the_same_seeds():

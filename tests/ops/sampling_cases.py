@@ -174,14 +174,28 @@ def linear_operands(rows: int, n: int, k: int, device, dtype=torch.bfloat16):
     return x.to(device), weight.to(device)
 
 
-def check_linear(product, device, n: int, k: int, dtype=torch.bfloat16, tolerance=0.0) -> None:
-    """Rows are the same, to the bit, in any batch, at any place; and they are right."""
+def check_linear(product, device, n: int, k: int, dtype=torch.bfloat16, *, bits=True) -> None:
+    """Rows are right, and the same in any batch, at any place: to the bit, unless told otherwise.
+
+    Triton's interpreter multiplies with the host's library, whose bits depend on the place of a
+    row, and rounds BF16 towards zero; there only values are compared.
+    """
     x, weight = linear_operands(200, n, k, device, dtype)
     whole = product(x, weight)
     want = x.float() @ weight.float().T
+    rounding = torch.finfo(dtype).eps
     error = (whole.float() - want).norm() / want.norm()
-    assert error < (tolerance or (3e-3 if dtype is torch.bfloat16 else 4e-4)), error
+    assert error < rounding * (0.4 if bits else 0.7), error
+
+    def check(first: int, last: int) -> None:
+        got = product(x[first:last], weight)
+        if bits:
+            assert torch.equal(got, whole[first:last]), (first, last)
+        else:
+            tolerance = {"rtol": 2 * rounding, "atol": 2 * rounding}
+            torch.testing.assert_close(got, whole[first:last], **tolerance)
+
     for rows in (1, 2, 15, 16, 17, 63, 64, 65):
-        assert torch.equal(product(x[:rows], weight), whole[:rows]), rows
-        assert torch.equal(product(x[200 - rows :], weight), whole[200 - rows :]), rows
-    assert torch.equal(product(x[77:78], weight), whole[77:78])
+        check(0, rows)
+        check(200 - rows, 200)
+    check(77, 78)

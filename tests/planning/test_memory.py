@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from minuet.attention.contract import LayerKind
 from minuet.dtypes import DType
 from minuet.errors import ContractError
+from minuet.ops.sampling.sizes import scratch_bytes
 from minuet.planning import memory
 from minuet.planning.memory import Ledger, human_bytes, pages_needed, pages_that_fit
 from tests.planning.helpers import plan, preset
@@ -115,3 +116,11 @@ def test_graphs_are_counted_in_steps_of_the_driver():
     assert per_graph == 6 * 2**20  # 960 nodes of 5 KiB, rounded up to 2 MiB
     assert memory.graph_bytes(preset(), 13) == 13 * per_graph
     assert memory.graph_bytes(preset(), 0) == 0
+
+
+def test_activations_hold_the_scratch_of_sampling():
+    few, many = (plan("sm90", max_logprobs=n, max_num_seqs=64) for n in (0, 20))
+    rows = many.shapes.rungs[-1] * many.shapes.query_lens[-1]
+    taken = [scratch_bytes(rows, many.facts.vocab, n) for n in (0, 20)]
+    assert many.memory.activation_bytes - few.memory.activation_bytes == taken[1] - taken[0] > 0
+    assert many.memory.activation_bytes > taken[1] > rows * many.facts.vocab * 4

@@ -1,7 +1,11 @@
-"""The rows of logits a step draws from, and what each wants, as arrays of int32 for the device."""
+"""The rows of logits a step draws from, and what each wants, as arrays of int32 for the device.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+What follows from a request's parameters alone is worked out once and found again by identity: a
+step with many rows has little time on the host.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,9 +17,11 @@ from minuet.ops.sampling import columns
 _WORD, _LONG = (1 << 32) - 1, (1 << 64) - 1
 _SMALLEST_TEMPERATURE = 1e-30  # its inverse is finite, and it is greedy in FP32
 
+Thing = TypeVar("Thing")
+Made = TypeVar("Made")
 
-@dataclass(frozen=True, slots=True)
-class Row:
+
+class Row(NamedTuple):
     """Whose logits a row has, and which tokens it takes for granted.
 
     Attributes:
@@ -51,58 +57,121 @@ class Row:
     @property
     def is_shaped(self) -> bool:
         """Whether its logits are changed before anything is drawn."""
-        request, params = self.request, self.params
+        wants = wants_of(self.request.params)
         return (
-            request.grammar is not None
-            or params.penalised
-            or bool(params.logit_bias)
-            or self.num_output < params.min_tokens
+            wants.shaped
+            or self.request.grammar is not None
+            or (wants.min_tokens > 0 and self.num_output < wants.min_tokens)
         )
+
+    @property
+    def mode(self) -> int:
+        """How its token is found: one of the modes of :mod:`minuet.ops.sampling.columns`."""
+        mode = wants_of(self.request.params).mode
+        return columns.LARGEST if mode == columns.KEEP and self.is_shaped else mode
+
+
+class Wants(NamedTuple):
+    """What follows from sampling parameters alone.
+
+    Attributes:
+        plain: greedy and nothing else: no shaping of any kind, no log-probabilities.
+        mode: how a token is found if nothing is shaped.
+        shaped: penalties or a bias change the logits of every step.
+        min_tokens: output tokens before which the ends of an answer are forbidden.
+        logprobs: alternatives to report; -1: nothing.
+        seeded: the request brought a seed.
+        line: WIDTH int32 as bytes; what depends on the step is 0.
+    """
+
+    plain: bool
+    mode: int
+    shaped: bool
+    min_tokens: int
+    logprobs: int
+    seeded: bool
+    line: bytes
+
+
+class _Memo(Generic[Thing, Made]):
+    """What was made of things that never change, found again by their identity.
+
+    The things are kept with it, so an identity is never another's. The oldest go first.
+    """
+
+    def __init__(self, make: Callable[[Thing], Made], most: int):
+        self._make, self._most = make, most
+        self._held: dict[int, tuple[Thing, Made]] = {}
+
+    def __call__(self, thing: Thing) -> Made:
+        found = self._held.get(id(thing))
+        if found is None:
+            if len(self._held) >= self._most:
+                del self._held[next(iter(self._held))]
+            found = self._held[id(thing)] = thing, self._make(thing)
+        return found[1]
+
+
+def _wants_of(params: SamplingParams) -> Wants:
+    mode = columns.KEEP
+    if not params.greedy:
+        filtered = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        mode = columns.FILTERED if filtered else columns.DRAW
+    line = np.zeros(columns.WIDTH, np.uint32)
+    floats = line.view(np.float32)
+    key = (params.seed or 0) & _LONG
+    line[columns.MODE] = mode
+    line[columns.KEY_LOW], line[columns.KEY_HIGH] = key & _WORD, key >> 32
+    line[columns.DOMAIN] = columns.DOMAIN_REQUEST
+    line[columns.TOP_K] = min(params.top_k, (1 << 31) - 1)
+    line[columns.TOP_P] = columns.top_p_units(params.top_p)
+    floats[columns.INVERSE_TEMPERATURE] = 1.0 / max(params.temperature, _SMALLEST_TEMPERATURE)
+    floats[columns.MIN_P] = params.min_p
+    floats[columns.REPETITION] = params.repetition_penalty
+    floats[columns.PRESENCE] = params.presence_penalty
+    floats[columns.FREQUENCY] = params.frequency_penalty
+    shaped = params.penalised or bool(params.logit_bias)
+    logprobs = -1 if params.logprobs is None else params.logprobs
+    plain = params.greedy and not shaped and params.min_tokens == 0 and logprobs < 0
+    seeded = params.seed is not None
+    return Wants(plain, mode, shaped, params.min_tokens, logprobs, seeded, line.tobytes())
+
+
+def _seen_in(token_ids: tuple[int, ...]) -> np.ndarray:
+    return np.unique(np.array(token_ids, np.int64))
+
+
+wants_of = _Memo(_wants_of, 4096)
+"""What a request's parameters want; the same parameters are found again."""
+_prompt_tokens = _Memo(_seen_in, 256)  # only of requests with a repetition penalty
 
 
 def rows_of(share: ScheduledRequest) -> list[Row]:
     """The rows a step computes for a share that samples: its last token's, then its drafts'."""
     request = share.request
     pending = share.num_output - len(request.output_token_ids)
+    if not request.draft_token_ids:
+        return [Row(request, 0, pending)]
     return [Row(request, ahead, pending) for ahead in range(1 + len(request.draft_token_ids))]
 
 
-def mode_of(row: Row, vocab: int) -> int:
-    """How a row's token is found: one of the modes of :mod:`minuet.ops.sampling.columns`."""
-    params = row.params
-    if params.greedy:
-        return columns.LARGEST if row.is_shaped else columns.KEEP
-    if 0 < params.top_k < vocab or params.top_p < 1.0 or params.min_p > 0.0:
-        return columns.FILTERED
-    return columns.DRAW
-
-
-def parameters(rows: Sequence[Row], modes: Sequence[int], engine_seed: int) -> np.ndarray:
+def parameters(rows: Sequence[Row], engine_seed: int) -> np.ndarray:
     """What every row wants: [R, WIDTH] int32.
 
     The generator's key is the request's seed, or the engine's; its counter is the place of the
     token in the output and, of the engine's, the request's number. So batches and devices do not
     matter, and a preempted request continues as it would have.
     """
-    lines = np.zeros((len(rows), columns.WIDTH), np.uint32)
-    floats = lines.view(np.float32)
-    for line, real, row, mode in zip(lines, floats, rows, modes, strict=True):
-        line[columns.MODE] = mode
-        if mode == columns.KEEP:
-            continue
-        params, own = row.params, row.params.seed is not None
-        key = (engine_seed if params.seed is None else params.seed) & _LONG
-        line[columns.KEY_LOW], line[columns.KEY_HIGH] = key & _WORD, key >> 32
-        line[columns.POSITION] = row.num_output & _WORD
-        line[columns.STREAM] = 0 if own else row.request.arrival & _WORD
-        line[columns.DOMAIN] = columns.DOMAIN_REQUEST if own else columns.DOMAIN_ENGINE
-        line[columns.TOP_K] = min(params.top_k, (1 << 31) - 1)
-        line[columns.TOP_P] = columns.top_p_units(params.top_p)
-        real[columns.INVERSE_TEMPERATURE] = 1.0 / max(params.temperature, _SMALLEST_TEMPERATURE)
-        real[columns.MIN_P] = params.min_p
-        real[columns.REPETITION] = params.repetition_penalty
-        real[columns.PRESENCE] = params.presence_penalty
-        real[columns.FREQUENCY] = params.frequency_penalty
+    wants = [wants_of(row.request.params) for row in rows]
+    flat = np.frombuffer(b"".join(one.line for one in wants), np.uint32)
+    lines = flat.reshape(len(rows), columns.WIDTH).copy()
+    lines[:, columns.MODE] = [row.mode for row in rows]
+    lines[:, columns.POSITION] = [row.num_output for row in rows]
+    ours = [index for index, one in enumerate(wants) if not one.seeded]
+    key = engine_seed & _LONG
+    lines[ours, columns.KEY_LOW], lines[ours, columns.KEY_HIGH] = key & _WORD, key >> 32
+    lines[ours, columns.STREAM] = [rows[index].request.arrival & _WORD for index in ours]
+    lines[ours, columns.DOMAIN] = columns.DOMAIN_ENGINE
     return lines.view(np.int32)
 
 
@@ -114,17 +183,18 @@ def entries(rows: Sequence[Row]) -> np.ndarray:
 
 def _entries_of(index: int, row: Row) -> np.ndarray:
     params, output = row.params, np.array(row.output_token_ids, np.int64)
-    seen = np.zeros(0, np.int64)
-    if params.repetition_penalty != 1.0:
-        seen = np.unique(np.concatenate([np.array(row.request.prompt_token_ids), output]))
-    if params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
-        output = output[:0]
     drawn, counts = np.unique(output, return_counts=True)
+    tokens = seen = drawn[:0]
+    if params.repetition_penalty != 1.0:
+        tokens = seen = _union(_prompt_tokens(row.request.prompt_token_ids), drawn)
+    if params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
+        drawn = counts = drawn[:0]
     biased = np.array(list(params.logit_bias), np.int64)
-    stops = np.zeros(0, np.int64)
+    stops = drawn[:0]
     if row.num_output < params.min_tokens:
-        stops = np.array(sorted(row.request.stop_ids), np.int64)
-    tokens = np.unique(np.concatenate([seen, drawn, biased, stops]))
+        stops = np.array(list(row.request.stop_ids), np.int64)
+    for more in (drawn, biased, stops):
+        tokens = _union(tokens, more)
     made = np.zeros((len(tokens), 4), np.int32)
     made[:, 0], made[:, 1] = index, tokens
     made[np.searchsorted(tokens, drawn), 2] = 2 * counts
@@ -133,6 +203,15 @@ def _entries_of(index: int, row: Row) -> np.ndarray:
     bias[np.searchsorted(tokens, biased)] = list(params.logit_bias.values())
     bias[np.searchsorted(tokens, stops)] = -np.inf
     return made
+
+
+def _union(known: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Both, ascending and once each; ``known`` is that already, and often has all of ``more``."""
+    if not len(known):
+        return np.unique(more)
+    at = np.minimum(np.searchsorted(known, more), len(known) - 1)
+    new = more[known[at] != more]
+    return np.unique(np.concatenate([known, new])) if len(new) else known
 
 
 def masks(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from minuet.engine import rows as row_data
-from minuet.engine.rows import Row, rows_of
+from minuet.engine.rows import Row, rows_of, wants_of
 from minuet.engine.types import NOT_FINITE, Request, Sampled, SamplingParams, TokenLogprobs
 from minuet.ops.sampling import columns
 from minuet.ops.sampling.reference import Report
+from minuet.ops.sampling.sizes import ENTRIES
 from minuet.platform.arch import ARCHS
 from minuet.platform.device import Facility, facility
 from minuet.platform.triton import arch_name
@@ -43,8 +44,6 @@ _FORMS = {
     "reference": "minuet.ops.sampling.reference",
     "triton": "minuet.ops.triton.sampling",
 }
-# Entries sent at a time: the device needs room for no more, however long the requests are.
-_ENTRIES = 1 << 16
 _ALIGNED = 4  # int32; kernels are compiled for pointers to 16 bytes
 
 
@@ -158,19 +157,22 @@ def draw(
     """
     form, device = _form(logits.device), _facility(logits.device)
     tokens, finite = greedy if greedy is not None else form.greedy(logits)
-    modes = [row_data.mode_of(row, logits.shape[1]) for row in rows]
-    wanted = [-1 if row.params.logprobs is None else row.params.logprobs for row in rows]
-    used, most = frozenset(modes) - {columns.KEEP}, max(wanted)
+    wants = [wants_of(row.request.params) for row in rows]
     back = {"finite": finite}
-    if used:
-        tokens = tokens.clone()  # the caller's may belong to a graph
-        back["stuck"] = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
-        (params,) = _upload(device, row_data.parameters(rows, modes, engine_seed))
-        shaped = _shaped(form, device, logits, rows, params)
-        form.draw(shaped, params, tokens, back["stuck"], used)
-    if most >= 0:
-        (tops,) = _upload(device, np.array(wanted, np.int32))
-        back |= _parts(form.report(logits, tokens, tops, min(most, logits.shape[1])))
+    if not all(
+        one.plain and row.request.grammar is None for one, row in zip(wants, rows, strict=True)
+    ):
+        modes = frozenset(row.mode for row in rows) - {columns.KEEP}
+        if modes:
+            tokens = tokens.clone()  # the caller's may belong to a graph
+            back["stuck"] = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
+            (params,) = _upload(device, row_data.parameters(rows, engine_seed))
+            shaped = _shaped(form, device, logits, rows, params)
+            form.draw(shaped, params, tokens, back["stuck"], modes)
+        most = max(one.logprobs for one in wants)
+        if most >= 0:
+            (tops,) = _upload(device, np.array([one.logprobs for one in wants], np.int32))
+            back |= _parts(form.report(logits, tokens, tops, min(most, logits.shape[1])))
     return Drawn(rows, tokens, _Fetched(device, {"tokens": tokens, **back}))
 
 
@@ -229,8 +231,8 @@ def _shaped(
         return logits
     shaped = logits.clone()
     changes = row_data.entries(rows)
-    for first in range(0, len(changes), _ENTRIES):
-        (part,) = _upload(device, changes[first : first + _ENTRIES])
+    for first in range(0, len(changes), ENTRIES):
+        (part,) = _upload(device, changes[first : first + ENTRIES])
         form.shape(shaped, params, part)
     masked, allowed = row_data.masks(rows)
     if len(masked):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from minuet.dtypes import DType
 from minuet.errors import ContractError
 from minuet.kv.layout import KVLayout
+from minuet.ops.sampling.sizes import scratch_bytes
 from minuet.planning.model import ModelFacts, Use
 from minuet.planning.roofline import shard_count
 from minuet.planning.shapes import ShapeSet
@@ -32,7 +33,8 @@ _NODES_PER_LAYER = (
 _GRAPH_STEP_BYTES = 2 * 2**20
 GRAPH_REASON = "estimate: 16 kernel nodes per layer of 5 KiB each, in steps of 2 MiB per graph"
 ACTIVATION_REASON = (
-    "estimate: every intermediate of one layer alive at once, and two copies of the logits"
+    "estimate: every intermediate of one layer alive at once, two copies of the logits, and the "
+    "scratch of sampling"
 )
 
 
@@ -77,12 +79,16 @@ def graph_bytes(facts: ModelFacts, num_graphs: int) -> int:
     return num_graphs * -(-nodes // _GRAPH_STEP_BYTES) * _GRAPH_STEP_BYTES
 
 
-def activation_bytes(facts: ModelFacts, shapes: ShapeSet, compute: DType, ranks: int) -> int:
+def activation_bytes(
+    facts: ModelFacts, shapes: ShapeSet, compute: DType, ranks: int, max_logprobs: int
+) -> int:
     """Memory of a step's intermediates; an estimate, see :data:`ACTIVATION_REASON`.
 
     Every weight matrix has one side as wide as the residual stream; the other sides of a layer's
     matrices, which are what its intermediates are wide, sum to its visited weights over that width.
     To them come the residual, its norm, the two block outputs, and the outputs of the experts.
+    Logits are there twice, as the model made them and where steps keep them; the copy that
+    penalties change is part of :func:`minuet.ops.sampling.sizes.scratch_bytes`.
     """
     tokens = max(shape.num_tokens for shape in shapes.all)
     logit_rows = shapes.rungs[-1] * shapes.query_lens[-1]
@@ -96,7 +102,8 @@ def activation_bytes(facts: ModelFacts, shapes: ShapeSet, compute: DType, ranks:
     inner = -(-visited // (facts.hidden * len(facts.layer_kinds)))
     rows = inner + (4 + per_token) * facts.hidden
     logits = 2 * logit_rows * facts.vocab * DType.FP32.itemsize
-    return tokens * rows * compute.itemsize + logits
+    sampling = scratch_bytes(logit_rows, facts.vocab, min(max_logprobs, facts.vocab))
+    return tokens * rows * compute.itemsize + logits + sampling
 
 
 def page_bytes(layouts: Iterable[KVLayout]) -> int:

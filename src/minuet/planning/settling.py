@@ -138,8 +138,10 @@ class Settling:
         graphs = len(self.shapes.decode_shapes) if gpu and not config.enforce_eager else 0
         ledger.take("graphs", memory.graph_bytes(facts, graphs))
         ranks = config.tensor_parallel_size
-        activations = memory.activation_bytes(facts, self.shapes, config.dtype, ranks) if gpu else 0
-        ledger.take("activations", activations)
+        activations = memory.activation_bytes(
+            facts, self.shapes, config.dtype, ranks, config.max_logprobs
+        )
+        ledger.take("activations", activations if gpu else 0)
         return _Reservation(needed, ledger)
 
     # --- KV pages and the longest request ---

@@ -24,7 +24,9 @@ CANDIDATES = 2048
 """Candidates of a filtered row; a kept set that does not fit is found by search."""
 STATE = 4
 """int64 per filtered row: candidates, total weight, possible tokens, largest and pivot."""
-ANSWER_BYTES = 64
+ENTRIES = 1 << 16
+"""Tokens with a penalty or bias that are sent at a time, of 16 bytes each."""
+ANSWER_BYTES = 128
 """Token, flags and parameters of a row, rounded up."""
 
 
@@ -49,7 +51,7 @@ def groups_of(vocab: int) -> int:
 
 
 def scratch_bytes(rows: int, vocab: int, logprobs: int) -> int:
-    """Device memory that sampling takes at most, besides the logits it is given.
+    """Device memory that sampling takes at most, besides the logits it is given; an upper bound.
 
     A copy of the logits for bias, penalties and masks; candidates and group maxima of filtered
     rows; the best of each part; candidates of log-probabilities and the report.
@@ -63,6 +65,8 @@ def scratch_bytes(rows: int, vocab: int, logprobs: int) -> int:
     filtered = CANDIDATES * DType.INT64.itemsize + groups_of(vocab) * DType.FP32.itemsize
     parts = 2 * MAX_PARTS * DType.INT64.itemsize
     tiles = -(-vocab // REPORT_TILE)
-    report = (tiles + 2) * (logprobs + 3) * DType.INT64.itemsize
+    depth = min(logprobs, REPORT_TILE)
+    report = (tiles * (depth + 2) + logprobs + 2) * DType.INT64.itemsize
     mask = -(-vocab // 32) * DType.INT32.itemsize
-    return rows * (shaped + filtered + parts + report + mask + STATE * 8 + ANSWER_BYTES)
+    sent = ENTRIES * 4 * DType.INT32.itemsize
+    return sent + rows * (shaped + filtered + parts + report + mask + STATE * 8 + ANSWER_BYTES)

@@ -255,10 +255,11 @@ def report_launches(
     most = made.top_ids.shape[1]
     chunks = triton.cdiv(vocab, tuning.report_tile)
     stats = torch.empty(rows, chunks, 3, dtype=torch.float32, device=logits.device)
-    best = torch.empty(rows, chunks, max(most, 1), dtype=torch.int64, device=logits.device)
+    depth = max(1, min(most, tuning.report_tile))
+    best = torch.empty(rows, chunks, depth, dtype=torch.int64, device=logits.device)
     shared = {
         "logits_ptr": logits, "stride": logits.stride(0), "tokens_ptr": tokens,
-        "wanted_ptr": wanted, "most": most, "stats_ptr": stats, "best_ptr": best,
+        "wanted_ptr": wanted, "depth": depth, "stats_ptr": stats, "best_ptr": best,
     }  # fmt: skip
     yield Launch(
         report_kernels.report_chunks,
@@ -270,9 +271,9 @@ def report_launches(
         report_kernels.report_rows,
         (rows,),
         {
-            **shared, "chunks": chunks, "logprob_ptr": made.logprob, "rank_ptr": made.rank,
-            "top_ids_ptr": made.top_ids, "top_logprobs_ptr": made.top_logprobs,
-            "CHUNKS": triton.next_power_of_2(chunks),
+            **shared, "chunks": chunks, "most": most, "logprob_ptr": made.logprob,
+            "rank_ptr": made.rank, "top_ids_ptr": made.top_ids,
+            "top_logprobs_ptr": made.top_logprobs, "CHUNKS": triton.next_power_of_2(chunks),
         },
         {"num_warps": 1},
     )  # fmt: skip

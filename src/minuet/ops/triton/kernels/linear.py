@@ -104,6 +104,7 @@ def add_splits(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.load(parts_ptr + at, mask=inside, other=0.0)
-    for split in range(1, splits):
-        total += tl.load(parts_ptr + split.to(tl.int64) * size + at, mask=inside, other=0.0)
+    for _ in range(1, splits):
+        parts_ptr += size
+        total += tl.load(parts_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -6,16 +6,16 @@ import triton.language as tl
 from minuet.ops.triton.kernels.sampling import NEVER, NOTHING, candidate, number_of, token_of
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["depth"])
 def report_chunks(
     logits_ptr,  # [R, V] FP32, raw
     stride,
     vocab,
     tokens_ptr,  # [R] int64
     wanted_ptr,  # [R] int32; -1: nothing
-    most,
+    depth,  # best of a chunk that are kept
     stats_ptr,  # [R, chunks, 3] FP32: maximum, sum, logits above the token's
-    best_ptr,  # [R, chunks, most] int64
+    best_ptr,  # [R, chunks, depth] int64
     TILE: tl.constexpr,
 ):
     """Softmax statistics and the best candidates of a chunk."""
@@ -32,19 +32,20 @@ def report_chunks(
         tl.store(at + 1, tl.sum(tl.exp(x - top), 0))
         tl.store(at + 2, tl.sum((x > mine).to(tl.int32), 0).to(tl.float32))
         key = tl.where(token < vocab, candidate(x, token, 0), NOTHING)
-        for i in range(wanted):
+        for i in range(tl.minimum(wanted, depth)):
             best = tl.max(key, 0)
-            tl.store(best_ptr + (row * chunks + chunk).to(tl.int64) * most + i, best)
+            tl.store(best_ptr + (row * chunks + chunk).to(tl.int64) * depth + i, best)
             key = tl.where(key == best, NOTHING, key)
 
 
-@triton.jit(do_not_specialize=["chunks", "most"])
+@triton.jit(do_not_specialize=["chunks", "depth", "most"])
 def report_rows(
     logits_ptr,  # [R, V] FP32, raw
     stride,
     tokens_ptr,  # [R] int64
     wanted_ptr,  # [R] int32
     chunks,
+    depth,
     most,
     stats_ptr,
     best_ptr,
@@ -70,9 +71,10 @@ def report_rows(
         tl.store(logprob_ptr + row, mine - norm)
         tl.store(rank_ptr + row, tl.sum(above.to(tl.int32), 0) + 1)
         taken = tl.zeros([CHUNKS], tl.int32)
-        heads = best_ptr + (row * chunks + chunk).to(tl.int64) * most
+        heads = best_ptr + (row * chunks + chunk).to(tl.int64) * depth
+        listed = tl.minimum(wanted, depth)
         for i in range(wanted):
-            key = tl.load(heads + taken, mask=here & (taken < wanted), other=NOTHING)
+            key = tl.load(heads + taken, mask=here & (taken < listed), other=NOTHING)
             best = tl.max(key, 0)
             taken += (key == best).to(tl.int32)
             tl.store(top_ids_ptr + row * most + i, token_of(best))

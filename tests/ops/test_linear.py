@@ -1,0 +1,44 @@
+"""What the projections promise; the bits are compared in test_sampling.py and tests/gpu."""
+
+import pytest
+import torch
+
+from minuet.errors import ContractError
+from minuet.ops.linear import exact_linear, linear
+
+triton_linear = pytest.importorskip("minuet.ops.triton.linear")
+
+
+def test_the_librarys_product_is_the_exact_one_rounded():
+    x, weight = torch.randn(3, 5, 64), torch.randn(40, 64)
+    torch.testing.assert_close(linear(x, weight), exact_linear(x, weight))
+
+
+@pytest.mark.parametrize("tile", triton_linear.TILES.values())
+@pytest.mark.parametrize(("n", "k"), [(2560, 6144), (6144, 2048), (50016, 6144), (1, 1), (64, 97)])
+def test_no_split_is_empty_and_all_of_k_is_covered(tile, n, k):
+    steps = -(-k // tile.k)
+    splits = tile.splits(n, k)
+    each = -(-steps // splits)
+    assert 1 <= splits <= steps
+    assert (splits - 1) * each < steps <= splits * each
+    # the split launch fills the device once at most
+    assert splits == 1 or splits * -(-n // tile.n) <= tile.programs
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.zeros(2, 8), torch.zeros(4, 8)),
+        (torch.zeros(2, 8).half(), torch.zeros(4, 9).half()),
+        (torch.zeros(2, 8).half(), torch.zeros(4, 8).bfloat16()),
+    ],
+)
+def test_operands_that_do_not_belong_together_are_refused(x, weight):
+    with pytest.raises(ContractError, match="bfloat16 or both float16"):
+        triton_linear.invariant_linear(x, weight)
+
+
+def test_no_rows_give_no_rows():
+    out = triton_linear.invariant_linear(torch.zeros(0, 8).half(), torch.zeros(4, 8).half())
+    assert out.shape == (0, 4)
