@@ -39,11 +39,11 @@ HOST = torch.device("cpu")
 SETTINGS = {
     "arch": "sm90",
     "dtype": "bfloat16",
-    "max_model_len": 1024,
+    "max_model_len": 128,
     "max_num_seqs": 3,
-    "max_num_batched_tokens": 128,
+    "max_num_batched_tokens": 16,
     "cudagraph_capture_sizes": "3",
-    "kv_cache_pages": 24,
+    "kv_cache_pages": 40,
 }
 
 
@@ -88,39 +88,38 @@ class Desk:
 
 def greedy_prompts(vocab: int) -> list[list[int]]:
     """Lengths around a page, and one beyond what a row may select."""
-    return [token_ids(n, vocab, seed=n) for n in (1, 129, 300)]
+    return [token_ids(n, vocab, seed=n) for n in (1, 17, 41)]
 
 
 def check_answers(folder: Path) -> Iterator[str]:
     on_cpu = starting.start(
         read_options({"model": str(folder), **SETTINGS, "arch": "cpu"}), lambda line: None
     )
-    for kv in ("bfloat16", "fp8"):
-        desk = Desk(folder, kv_cache_dtype=kv)
-        prepared = desk.engine()
-        assert desk.laps == ["reserve", "prepare", "self-test"], desk.laps
-        prompts = greedy_prompts(desk.plan.facts.vocab)
-        got = answer(prepared, prompts, max_tokens=3)
-        if kv == "bfloat16":
-            wanted = answer(on_cpu, prompts, max_tokens=3)
-            same = sum(a == b for a, b in zip(got, wanted, strict=True))
-            assert same >= len(prompts) - 1, (got, wanted)  # a tie may break apart in 16 bits
-        yield f"answers with {kv} keys and values"
+    desk = Desk(folder)
+    prepared = desk.engine()
+    assert desk.laps == ["reserve", "prepare", "self-test"], desk.laps
+    prompts = greedy_prompts(desk.plan.facts.vocab)
+    got = answer(prepared, prompts, max_tokens=3)
+    wanted = answer(on_cpu, prompts, max_tokens=3)
+    same = sum(a == b for a, b in zip(got, wanted, strict=True))
+    assert same >= len(prompts) - 1, (got, wanted)  # a tie may break apart in 16 bits
+    yield "answers"
 
 
 def check_drafts(folder: Path) -> Iterator[str]:
     """Shares with fewer drafts than the shape give the rows of their own tokens."""
-    desk = Desk(folder, num_speculative_tokens=2)
+    desk = Desk(folder, num_speculative_tokens=2, kv_cache_dtype="fp8")
     runner = desk.engine().runner
-    ids = token_ids(140, desk.plan.facts.vocab)
-    whole = _logits(runner, [_request(ids, pages=[3, 2])], [(0, 140)])
+    ids = token_ids(20, desk.plan.facts.vocab)
+    whole = _logits(runner, [_request(ids, pages=[3, 2])], [(0, 20)])
     fresh = [_request(ids, pages=[5, 4]), _request(ids, pages=[7, 6])]
-    _logits(runner, fresh, [(0, 137), (0, 137)])
+    for request in fresh:
+        _logits(runner, [request], [(0, 17)])
     for request, drafts in zip(fresh, (2, 1), strict=True):
-        request.prompt_token_ids = tuple(ids[:138])
-        request.draft_token_ids = ids[138 : 138 + drafts]
-    rows = _logits(runner, fresh, [(137, 3), (137, 2)], decodes=2)
-    wanted = torch.cat([whole[137:140], whole[137:139]])
+        request.prompt_token_ids = tuple(ids[:18])
+        request.draft_token_ids = ids[18 : 18 + drafts]
+    rows = _logits(runner, fresh, [(17, 3), (17, 2)], decodes=2)
+    wanted = torch.cat([whole[17:20], whole[17:19]])
     assert rows.shape == wanted.shape, rows.shape
     cosine = torch.nn.functional.cosine_similarity(rows, wanted, dim=-1)
     assert float(cosine.min()) > 0.999, cosine
@@ -192,9 +191,9 @@ def _logits(
     runner: QueuedRunner, requests: list[Request], spans: list[tuple[int, int]], decodes: int = 0
 ) -> torch.Tensor:
     rows = []
-    for first in range(0, max(count for _, count in spans), 64):
+    for first in range(0, max(count for _, count in spans), 16):
         shares = tuple(
-            ScheduledRequest(r, start + first, min(64, count - first), samples=bool(decodes))
+            ScheduledRequest(r, start + first, min(16, count - first), samples=bool(decodes))
             for r, (start, count) in zip(requests, spans, strict=True)
             if count > first
         )

@@ -61,6 +61,7 @@ class Preparation:
         with torch.inference_mode():
             prepared = Prepared(self.model, self.cache, self.plan, self.kernels, self.facility)
             lap("reserve")
+            self._note("workspace and inputs")
             self._prepare(prepared)
             lap("prepare")
             with _bar("self-test", len(self.plan.shapes.decode_shapes)) as step:
@@ -82,8 +83,13 @@ class Preparation:
         with _bar("prepare", len(largest_first)) as step:
             for shape in largest_first:
                 prepared.prepare(shape)
+                self._note(str(shape))
                 step(shape)
         sampler.rehearse(rows, self.plan.facts.vocab, config.max_logprobs, self.facility.device)
+        self._note("sampling")
+
+    def _note(self, what: str) -> None:
+        log.debug("%s: allocator holds %s", what, human_bytes(self.facility.reserved_bytes()))
 
     def _limit(self) -> int:
         """Bytes the allocator may hold after ready: those declared, or those taken if more."""

@@ -5,6 +5,7 @@ GPU. On a host everything is done at once, so events are over when recorded and 
 itself.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -119,6 +120,8 @@ class Gpu:
     def __init__(self, device: torch.device):
         self.device = device
         self._pool: Any = None
+        # one for all captures: libraries keep a workspace for every stream they meet
+        self._stream: Any = None
 
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         """Pinned memory."""
@@ -131,7 +134,7 @@ class Gpu:
 
     def capture(self, body: Callable[[], None], what: str) -> Callable[[], None]:
         """A graph. All graphs share one pool of memory: they never run at the same time."""
-        stream = torch.cuda.Stream(self.device)
+        stream = self._stream = self._stream or torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             body()  # compiles, and lets libraries make their workspaces
@@ -175,13 +178,20 @@ def facility(device: torch.device) -> Facility:
 
 
 def _without_syncs(body: Callable[[], None], what: str) -> None:
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    before = torch.cuda.get_sync_debug_mode()
     try:
+        _set_sync_debug_mode("error")
         body()
     except RuntimeError as problem:
         raise _not_capturable(what, problem) from problem
     finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: str | int) -> None:
+    with warnings.catch_warnings():
+        # torch says once that it does not see every sync; the capture that follows sees the rest
+        warnings.simplefilter("ignore", UserWarning)
         torch.cuda.set_sync_debug_mode(mode)
 
 
