@@ -1,6 +1,6 @@
 """Time sampling and the batch-invariant product on one GPU, next to the torch forms they replace.
 
-    python benchmarks/gpu_sampling.py --out results.json [--parts sampling,host,linear,tiles]
+    python benchmarks/gpu_sampling.py --out results.json [--parts sampling,host,linear]
 
 Kernel times are microseconds per call under CUDA-graph replay, over sets of inputs that together
 exceed the L2 cache; contenders are replayed in turn. Results are compared with the reference before
@@ -13,6 +13,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +32,7 @@ from minuet.engine.types import Request, SamplingParams
 from minuet.ops.sampling import columns, reference
 from minuet.ops.triton import linear as linear_form
 from minuet.ops.triton import sampling as form
+from minuet.platform.triton import Launch
 
 DEVICE = torch.device("cuda")
 COLD_BYTES = 300e6
@@ -141,6 +144,46 @@ def _one_draw(
     return row | {"read_fraction": round(size / row["us"] / 1e6 / limit, 3)}
 
 
+def launches(_: float) -> Iterator[dict[str, object]]:
+    """Every launch by itself, with more and fewer warps, and tiles of other sizes."""
+    vocab = 200064
+    for count in (1, 64):
+        logits = rows_of_logits("peaked", count, vocab)
+        params = lines([Wish(temperature=0.8, top_k=20, top_p=0.9)] * count).to(DEVICE)
+        noisy = lines([Wish(columns.DRAW, 0.8)] * count).to(DEVICE)
+        tokens = torch.zeros(count, dtype=torch.int64, device=DEVICE)
+        flags = torch.zeros(count, dtype=torch.bool, device=DEVICE)
+        for tile in (1024, 2048, 4096, 8192):
+            tuning = form.Tuning(scan_tile=tile, draw_tile=tile)
+            made = [
+                *form.greedy_launches(logits, tokens, flags, tuning),
+                *form.draw_launches(logits, noisy, tokens, flags, tuning),
+                *form.filter_launches(logits, params, tokens, flags, tuning),
+            ]
+            for launch in made:
+                launch()
+            row: dict[str, object] = {"what": "launches", "rows": count, "vocab": vocab}
+            row["tile"] = tile
+            # collecting again and again adds candidates: what reads them is timed before
+            row |= compare(_with_warps(made[-1:]), 1)
+            yield row | compare(_with_warps(made[:-1]), 1)
+
+
+def _with_warps(launches: list[Launch]) -> dict[str, Callable[[int], object]]:
+    return {
+        f"{launch.kernel.__name__} w{warps}": partial(
+            _launch, replace(launch, options={**launch.options, "num_warps": warps})
+        )
+        for launch in launches
+        for warps in (4, 8, 16)
+        if launch.options["num_warps"] > 1
+    }
+
+
+def _launch(launch: Launch, _: int) -> None:
+    launch()
+
+
 def host(_: float) -> Iterator[dict[str, object]]:
     vocab = 200064
     kinds = {
@@ -215,6 +258,7 @@ def _one_product(
 
 PARTS = {
     "sampling": sampling,
+    "launches": launches,
     "host": host,
     "linear": linear,
     "tiles": lambda limit: linear(limit, TILES),
