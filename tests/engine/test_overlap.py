@@ -255,6 +255,20 @@ def test_a_step_that_cannot_be_submitted_fails_after_the_one_before_has_delivere
     assert again.token_ids == answer_to([1, 2, 3], 3)
 
 
+def test_nothing_is_put_ahead_of_a_step_that_could_not_be_submitted():
+    device = Late(refuses={1: RuntimeError("refused")})
+    core = core_on(device)
+    first = core.add("first", [1, 2, 3], params(6))
+    core.step()
+    later = core.add("later", [4, 5, 6], params(3))
+    with pytest.raises(RuntimeError, match="refused"):
+        core.step()
+    assert len(device.steps) == 2
+    assert first.finish_reason is FinishReason.ERROR
+    drain(core)
+    assert later.token_ids == answer_to([4, 5, 6], 3)
+
+
 def test_a_row_that_is_not_finite_ends_its_request_and_drops_what_followed():
     device = Late(sick={(1, "sick")})
     core = core_on(device)

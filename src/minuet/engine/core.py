@@ -248,9 +248,11 @@ class Core:
         return self._take(under_way.step, sampled)
 
     def _submit(self) -> None:
-        """Start what can be started."""
+        """Start what can be started; nothing after a step that could not be."""
         while len(self._under_way) <= self._executor.depth:
             ahead = bool(self._under_way)
+            if ahead and isinstance(self._under_way[-1].pending, _Failed):
+                return
             step = self.scheduler.schedule_ahead() if ahead else self.scheduler.schedule()
             if step is None:
                 return
