@@ -10,30 +10,29 @@ import torch
 import triton
 
 from minuet.attention.backends.triton import config, step
-from minuet.attention.backends.triton.launch import Launch
+from minuet.platform.triton import Launch
 from minuet.testing.amdgpu import Geometry, Memory, Module, launch, parse
 from minuet.testing.amdgpu.state import TARGETS
 from tests.attention.conformance import World
 from tests.attention.flydsl_sim import array
 from tests.attention.triton_compile import compile_launch
 
-# What each kernel writes. The rest is placed read-only; of these, what a step begins with undefined
-# is placed as memory that was never written.
+# What each kernel writes; the rest is placed read-only.
 OUTPUTS = {
     "write_step": ("k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr", "index_k_ptr"),
-    "score_blocks": (),
-    "list_blocks": (),
-    "attend_dense": (),
-    "attend_blocks": (),
     "merge_parts": ("out_ptr",),  # rows of one part were written before and stay
+    "unite_lists": ("lists_ptr", "unions_ptr"),  # may be one
 }
+# Of that, what holds nothing before: placed as memory that was never written.
 UNDEFINED = {
     "write_step": ("q_out_ptr", "index_q_out_ptr"),
     "score_blocks": ("scores_ptr",),
     "list_blocks": ("lists_ptr",),
+    "unite_lists": ("pages_ptr",),
     "attend_dense": ("out_ptr", "partial_ptr", "lse_ptr"),
+    "attend_prefill": ("out_ptr",),
     "attend_blocks": ("out_ptr", "partial_ptr", "lse_ptr"),
-    "merge_parts": (),
+    "attend_tiles": ("out_ptr",),
 }
 
 
@@ -133,8 +132,8 @@ def run(launches: Iterable[Launch], arch: str, order: int | None = None) -> None
 def _run(made: Launch, arch: str, order: int | None) -> None:
     built, kernel = build(made, arch), made.kernel.fn.__name__
     memory, placed = Memory(), {}
-    undefined = UNDEFINED[kernel]
-    written = {*OUTPUTS[kernel], *undefined}
+    undefined = UNDEFINED.get(kernel, ())
+    written = {*OUTPUTS.get(kernel, ()), *undefined}
     tensors = {n: x for n in built.parameters if torch.is_tensor(x := made.args[n])}
     for name, tensor in tensors.items():
         if (at := tensor.data_ptr()) in placed:
