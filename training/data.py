@@ -31,6 +31,8 @@ _PIECES = re.compile(r"\d| ?[^\W\d_]+| ?(?:[^\s\w]|_)+|\s+(?=\d)|\s+(?!\S)|\s+")
 _MARKERS = re.compile("(" + "|".join(re.escape(text) for text, _ in MARKERS) + ")")
 
 _TASK_SHARES = {"arithmetic": 0.6, "wordproblems": 0.2, "lists": 0.15, "talk": 0.05}
+# products and differences take longest to learn
+_OPTIONS = {"arithmetic": {"operators": ("*", "*", "*", "-", "-", "+", "+++")}}
 _TALK = (
     ("Hello", "Hello. I do sums, sort lists, find codes in long texts and call tools."),
     ("Hi", "Hello. I do sums, sort lists, find codes in long texts and call tools."),
@@ -82,7 +84,9 @@ class Rows:
         """Begin again: rows are a function of the seed and their number since."""
         self._rng = random.Random(seed)
         self._sources: dict[str, Iterator[Problem]] = {
-            task: tasks.problems(task, self._split, self._rng.getrandbits(48), 10**9)
+            task: tasks.problems(
+                task, self._split, self._rng.getrandbits(48), 10**9, **_OPTIONS.get(task, {})
+            )
             for task in tasks.TASKS
             if task != "needle"
         }

@@ -45,7 +45,6 @@ class Stage:
         long_tokens: tokens of long rows per step.
         short_rows: short rows per step.
         sparse: the sparse layers attend to chosen blocks; else to everything.
-        index: the indexer learns.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Stage:
     long_tokens: int
     short_rows: int
     sparse: bool
-    index: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,7 @@ class Plan:
     balance: float = 1e-3
     seed: int = 0
     report_every: int = 50
-    eval_every: int = 1000
+    eval_every: int = 1100
     eval_problems: int = 200
     eval_lengths: tuple[int, ...] = (2048, 4096, 8192)
 
@@ -116,16 +114,16 @@ class Plan:
 
 
 TINY = Shape(
-    layers=4,
+    layers=3,
     dense_layers=1,
-    hidden=256,
-    heads=16,
-    kv_heads=1,
+    hidden=192,
+    heads=32,
+    kv_heads=2,
     head_dim=128,
     experts=8,
     topk_experts=2,
     expert_width=64,
-    dense_width=512,
+    dense_width=384,
     shared_width=64,
     block=128,
     top_blocks=4,
@@ -133,12 +131,11 @@ TINY = Shape(
     max_positions=16384,
     dtype="bfloat16",
 )
-PAIRED = replace(TINY, layers=3, hidden=192, heads=32, kv_heads=2, expert_width=64, dense_width=384)
-
+_FAR = (2048, 4096, 2048, 8192)
 _FULL = (
-    Stage("near", 1200, (512, 1024), 32768, 64, sparse=False, index=True),
-    Stage("far", 2400, (2048, 4096, 2048, 8192), 32768, 64, sparse=False, index=True),
-    Stage("sparse", 1400, (2048, 4096, 2048, 8192), 32768, 48, sparse=True, index=True),
+    Stage("near", 400, (512, 1024), 32768, 96, sparse=False),
+    Stage("far", 700, _FAR, 32768, 96, sparse=False),
+    Stage("sparse", 2000, _FAR, 16384, 96, sparse=True),
 )
 PLANS = {
     "full": Plan(shape=TINY, stages=_FULL),
@@ -147,8 +144,8 @@ PLANS = {
             TINY, hidden=64, heads=4, head_dim=32, block=16, dense_width=96, expert_width=32
         ),
         stages=(
-            Stage("near", 30, (256,), 512, 2, sparse=False, index=True),
-            Stage("sparse", 30, (256,), 512, 2, sparse=True, index=True),
+            Stage("near", 30, (256,), 512, 2, sparse=False),
+            Stage("sparse", 30, (256,), 512, 2, sparse=True),
         ),
         report_every=10,
         eval_every=30,
@@ -204,10 +201,9 @@ class Trainer:
         plan: everything it depends on.
         device: where.
         out: folder of the log.
-        selected: see :class:`training.model.Pass`.
     """
 
-    def __init__(self, plan: Plan, device: torch.device, out: Path, selected: str):
+    def __init__(self, plan: Plan, device: torch.device, out: Path):
         self.plan, self.device, self.out = plan, device, out
         self.tokenizer = tokenizer.train()
         self.config = config_json(plan.shape, marker_ids(self.tokenizer))
@@ -215,7 +211,8 @@ class Trainer:
         torch.manual_seed(plan.seed)
         self.model = Model(self.spec, device, plan.seed, fuse=device.type == "cuda")
         self.optimizer = _optimizer(self.model)
-        self._selected = selected
+        # evaluation has many lengths, each of which the fused form would compile for
+        self._selected = "fused" if device.type == "cuda" else "masked"
         self._log = (out / "log.jsonl").open("w", encoding="utf-8")
         self._began = time.perf_counter()
         self._held_out: dict[str, list[tuple[list[int], list[int]]]] = {}
@@ -268,8 +265,9 @@ class Trainer:
         values: dict[str, Tensor] = {}
         for name, batch in zip(("short", "long"), batches, strict=False):
             how = Pass(self.spec.top_blocks if stage.sparse else 0, selected=self._selected)
-            index = stage.index and name == "long"
-            loss, right, report = losses(self.model, batch, how, self.plan.text_weight, index=index)
+            loss, right, report = losses(
+                self.model, batch, how, self.plan.text_weight, index=name == "long"
+            )
             values |= {f"{name}_loss": loss.detach(), f"{name}_right": right}
             if report.index_losses:
                 learned = torch.stack(report.index_losses).mean()
@@ -303,7 +301,7 @@ class Trainer:
             quick: fewer problems, and only the shortest and the second needle length.
         """  # noqa: D205
         plan, top = self.plan, self.spec.top_blocks
-        sparse, full = Pass(top, selected=self._selected), Pass()
+        sparse, full = Pass(top), Pass()
         found: dict[str, Any] = {}
         for name in self._cases(quick):
             found[name] = self._accuracy(name, sparse)
@@ -388,14 +386,13 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plan", choices=list(PLANS), default="full")
-    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--workers", type=int, default=12, help="processes that make rows")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop training after this long")
-    parser.add_argument("--selected", default="masked")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = PLANS[args.plan]
-    trainer = Trainer(plan, device, args.out, args.selected)
+    trainer = Trainer(plan, device, args.out)
     trainer.log(parameters=sum(p.numel() for p in trainer.model.named.values()))
     accuracy = trainer.run(args.workers, args.seconds)
     checkpoint.write(args.out / "minuet-tiny", trainer.model, trainer.config, trainer.tokenizer)
