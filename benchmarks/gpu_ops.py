@@ -31,7 +31,9 @@ from minuet.ops.activation import swiglu_oai
 from minuet.ops.moe import Experts, route
 from minuet.ops.rope import inverse_frequencies
 from minuet.ops.table import REFERENCE, ops_for
-from minuet.ops.triton import config, launch
+from minuet.ops.triton import config
+from minuet.ops.triton import experts as moe
+from minuet.ops.triton.common import target_of
 from minuet.ops.triton.config import MANY, Product, Tiling
 from minuet.platform.triton import Launch
 
@@ -135,7 +137,7 @@ def parts_row(pool: Pool, tokens: int) -> Row:
     shares = torch.rand(tokens, TOP, device=DEVICE)
 
     def call(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = launch.Parts(values[i % INPUTS], shares)
+        parts = moe.Parts(values[i % INPUTS], shares)
         return ours.add_norm(xs[i % INPUTS], parts, weight, 1e-6)
 
     def torch_form(i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,11 +176,11 @@ def cos_sin_row(pool: Pool, tokens: int) -> Row:
 
 
 def route_row(pool: Pool, tokens: int) -> Row:
-    xs, target = pool.tokens(tokens), launch.target_of(DEVICE)
-    rows = launch.tiling_for(tokens, target, False).rows
+    xs, target = pool.tokens(tokens), target_of(DEVICE)
+    rows = moe.tiling_for(tokens, target, False).rows
 
     def call(how: config.Target) -> Callable[[int], object]:
-        return lambda i: launch.route(xs[i % INPUTS], pool.experts[i % LAYERS], rows, how)
+        return lambda i: moe.route(xs[i % INPUTS], pool.experts[i % LAYERS], rows, how)
 
     def torch_form(i: int) -> object:
         mine = pool.experts[i % LAYERS]
@@ -191,7 +193,7 @@ def route_row(pool: Pool, tokens: int) -> Row:
         _, shares = route(xs[0], mine.router, mine.bias, TOP)
         return error_of(routing.shares.sort(-1).values, 2 * shares.sort(-1).values, 1e-4)
 
-    no_pdl = call(replace(target, pdl=False, prefetch_programs=0))
+    no_pdl = call(replace(target, pdl=False))
     contenders = {"us": call(target), NO_PDL: no_pdl, "torch_us": torch_form}
     return Row(contenders, EXPERTS * HIDDEN * 4.0, check)
 
@@ -233,7 +235,7 @@ def expert_bytes(num_experts: float) -> float:
 
 
 def moe_row(pool: Pool, tokens: int) -> Row:
-    target, xs = launch.target_of(DEVICE), pool.tokens(tokens)
+    target, xs = target_of(DEVICE), pool.tokens(tokens)
     ours, plain = ops_for("triton"), ops_for(REFERENCE)
     invariant = ops_for("triton", batch_invariant=True)
 
@@ -251,12 +253,11 @@ def moe_row(pool: Pool, tokens: int) -> Row:
         return max(errors)
 
     def plainly(how: config.Target) -> Callable[[int], object]:
-        return lambda i: launch.moe(xs[i % INPUTS], pool.experts[i % LAYERS], target=how)
+        return lambda i: moe.moe(xs[i % INPUTS], pool.experts[i % LAYERS], target=how)
 
     contenders = {
         "us": call(ours),
-        "no_prefetch_us": plainly(replace(target, prefetch_programs=0)),
-        NO_PDL: plainly(replace(target, pdl=False, prefetch_programs=0)),
+        NO_PDL: plainly(replace(target, pdl=False)),
         "invariant_us": call(invariant),
         "torch_us": lambda i: torch_moe(xs[i % INPUTS], pool.experts[i % LAYERS]),
     }
@@ -267,7 +268,7 @@ def moe_row(pool: Pool, tokens: int) -> Row:
         check,
         flops=6.0 * tokens * (TOP + 1) * WIDTH * HIDDEN,
         facts={"distinct_experts": round(experts, 2), "tile_rows":
-               launch.tiling_for(tokens, target, False).rows},
+               moe.tiling_for(tokens, target, False).rows},
     )  # fmt: skip
 
 
@@ -311,12 +312,11 @@ def measured(name: str, tokens: int, pool: Pool, limits: dict[str, float]) -> di
 
 @dataclass(frozen=True)
 class Candidate:
-    """One tiling of one product, compiled for small steps (they fetch ahead) or for large ones."""
+    """One tiling of one product."""
 
     which: str
     rows: int
     product: Product
-    small: bool
 
 
 def candidates(which: str, tokens: int) -> Iterator[Candidate]:
@@ -343,7 +343,7 @@ def candidates(which: str, tokens: int) -> Iterator[Candidate]:
             continue
         if tokens > 64 and sums < 16:
             continue
-        yield Candidate(which, rows, Product(n, c, warps, stages), tokens <= 64)
+        yield Candidate(which, rows, Product(n, c, warps, stages))
 
 
 def tiling_of(one: Candidate) -> Tiling:
@@ -353,11 +353,11 @@ def tiling_of(one: Candidate) -> Tiling:
 
 
 def product_launch(
-    one: Candidate, x: torch.Tensor, mine: Experts, routing: launch.Routing, target: config.Target
+    one: Candidate, x: torch.Tensor, mine: Experts, routing: moe.Routing, target: config.Target
 ) -> Launch:
     """The launch of one product."""
     values = torch.empty((len(x), TOP + 1, HIDDEN), dtype=x.dtype, device=x.device)
-    made = launch.expert_launches(x, mine, routing, values, tiling_of(one), target)
+    made = moe.expert_launches(x, mine, routing, values, tiling_of(one), target)
     return made[0 if one.which == "up" else 1]
 
 
@@ -371,8 +371,8 @@ def compile_one(one: Candidate) -> str:
         TOP, 2.0, 1.702, 7.0,
     )  # fmt: skip
     index = torch.empty(4, dtype=torch.int32, device="meta")
-    routing = launch.Routing(index, index, index.view(1, 4).expand(17, 4))
-    made = product_launch(one, empty(4 if one.small else 100, HIDDEN), mine, routing, target)
+    routing = moe.Routing(index, index, index.view(1, 4).expand(17, 4))
+    made = product_launch(one, empty(4, HIDDEN), mine, routing, target)
     args = [made.args[parameter.name] for parameter in made.kernel.params]
     args = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
     try:
@@ -395,15 +395,13 @@ def compiled(todo: list[Candidate]) -> list[Candidate]:
 
 def sweep(todo: dict[int, list[Candidate]], pool: Pool) -> Iterator[dict[str, object]]:
     """Every candidate at its number of tokens; replays of one number alternate in groups."""
-    target = launch.target_of(DEVICE)
+    target = target_of(DEVICE)
     for tokens, ones in todo.items():
         xs = pool.tokens(tokens)
         sets = LAYERS * INPUTS if tokens <= 64 else LAYERS
         num_bytes = expert_bytes(distinct(pool, xs) + 1)
         routings = {
-            rows: [
-                launch.route(xs[i % INPUTS], pool.experts[i % LAYERS], rows) for i in range(sets)
-            ]
+            rows: [moe.route(xs[i % INPUTS], pool.experts[i % LAYERS], rows) for i in range(sets)]
             for rows in {one.rows for one in ones}
         }
         for first in range(0, len(ones), 12):

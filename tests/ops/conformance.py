@@ -167,6 +167,18 @@ def check_cos_sin(bench: Bench) -> None:
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
 
 
+def check_linear(bench: Bench) -> None:
+    """Few rows take a kernel of their own, more the library; widths that nothing divides."""
+    for outputs, inputs in ((80, 48), (24, 200), (128, 64)):
+        weight = bench.random(outputs, inputs, seed=3, scale=inputs**-0.5)
+        for tokens in (0, 1, 15, 16, 17, 64, 65):
+            x = bench.random(tokens, inputs, seed=tokens)
+            with poisoned():
+                got = bench.ops.linear(x, weight)
+            want = torch.nn.functional.linear(x.cpu().float(), weight.cpu().float())
+            bench.near(got, want.to(bench.dtype))
+
+
 # --- experts -------------------------------------------------------------------------------------
 
 
@@ -228,7 +240,8 @@ def check_bad_scores(bench: Bench, module) -> None:
     x = bench.random(5, 64)
     x[1] = float("nan")
     experts = make_experts(bench, SMALL)
-    routing = module.route(x, experts, 16)
+    with poisoned():
+        routing = module.route(x, experts, 16)
     rows = [r for tile in routing.rows.tolist() for r in tile if r >= 0 and r // 3 == 1]
     assert sorted(rows) == [3, 4]
     got = bench.ops.add(torch.zeros_like(x), bench.ops.moe(x, experts))
@@ -297,6 +310,7 @@ def checks(bench: Bench, invariant: Bench, module) -> dict[str, Callable[[], Non
         "norm of zeros": lambda: check_norm_of_zeros(bench),
         "swiglu": lambda: check_swiglu(bench),
         "swiglu clamps": lambda: check_swiglu_clamps(bench),
+        "linear": lambda: check_linear(bench),
         "cos sin": lambda: check_cos_sin(bench),
         "routing": lambda: check_routing(bench, SMALL, module),
         "routing, odd sizes": lambda: check_routing(bench, ODD, module),

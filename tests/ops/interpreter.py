@@ -14,7 +14,7 @@ import torch
 import minuet.engine.start as engine_start
 from minuet.models.m3.export import make_checkpoint
 from minuet.ops.table import ops_for
-from minuet.ops.triton import launch
+from minuet.ops.triton import experts as moe
 from tests.engine.desk import engine, row_logits, token_ids
 from tests.ops.conformance import Bench, checks
 
@@ -49,7 +49,7 @@ def main(names: list[str]) -> int:
     bench = Bench(ops_for("triton"), device, torch.float16, 2e-3)
     invariant = Bench(ops_for("triton", batch_invariant=True), device, torch.float16, 2e-3)
     failed = 0
-    for name, check in (checks(bench, invariant, launch) | {"model": check_model}).items():
+    for name, check in (checks(bench, invariant, moe) | {"model": check_model}).items():
         if names and name not in names:
             continue
         start = time.perf_counter()

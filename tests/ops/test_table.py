@@ -43,7 +43,8 @@ def test_the_sum_of_the_reference_is_the_sum_of_torch():
 def test_between_two_rungs_nothing_but_the_number_of_tokens_changes(arch, batch_invariant):
     """What a kernel is compiled for is met by a step of every rung."""
     pytest.importorskip("triton")
-    from minuet.ops.triton import config, launch
+    from minuet.ops.triton import config
+    from minuet.ops.triton import experts as moe
     from tests.ops.triton_compile import experts
 
     target, mine = config.TARGETS[arch], experts()
@@ -51,14 +52,14 @@ def test_between_two_rungs_nothing_but_the_number_of_tokens_changes(arch, batch_
 
     def compiled(tokens: int) -> set[tuple]:
         x = torch.empty(tokens, 6144, dtype=torch.bfloat16, device="meta")
-        tiling = launch.tiling_for(tokens, target, batch_invariant)
-        tiles = launch.capacity(tokens, mine, tiling.rows)
+        tiling = moe.tiling_for(tokens, target, batch_invariant)
+        tiles = moe.capacity(tokens, mine, tiling.rows)
         index = torch.empty((tiles, tiling.rows), dtype=torch.int32, device="meta")
-        routing = launch.Routing(torch.empty(tokens, 4, device="meta"), index[:, 0], index)
+        routing = moe.Routing(torch.empty(tokens, 4, device="meta"), index[:, 0], index)
         values = torch.empty(tokens, 5, 6144, dtype=torch.bfloat16, device="meta")
         made = (
-            *launch.route_launches(x, mine, routing, target, batch_invariant),
-            *launch.expert_launches(x, mine, routing, values, tiling, target),
+            *moe.route_launches(x, mine, routing, target, batch_invariant),
+            *moe.expert_launches(x, mine, routing, values, tiling, target),
         )
         return {
             (one.kernel.__name__, str(sorted(one.options.items())), str(constants(one)))

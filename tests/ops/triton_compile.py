@@ -6,6 +6,7 @@ import torch
 
 from minuet.ops.moe import Experts
 from minuet.ops.triton import config, launch
+from minuet.ops.triton import experts as moe
 from minuet.platform.triton import Launch
 
 HIDDEN, EXPERTS, TOP, WIDTH, DENSE = 6144, 128, 4, 768, 3072
@@ -32,22 +33,30 @@ def launches(arch: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> dic
     target = config.TARGETS[arch]
     x, weight = _empty(tokens, HIDDEN, dtype=dtype), _empty(HIDDEN, dtype=torch.float32)
     mine = experts(dtype)
-    tiling = launch.tiling_for(tokens, target, False)
-    tiles = launch.capacity(tokens, mine, tiling.rows)
-    routing = launch.Routing(
+    tiling = moe.tiling_for(tokens, target, False)
+    tiles = moe.capacity(tokens, mine, tiling.rows)
+    routing = moe.Routing(
         _empty(tokens, TOP, dtype=torch.float32),
         _empty(tiles, dtype=torch.int32),
         _empty(tiles, tiling.rows, dtype=torch.int32),
     )
-    parts = launch.Parts(_empty(tokens, TOP + 1, HIDDEN, dtype=dtype), routing.shares)
+    parts = moe.Parts(_empty(tokens, TOP + 1, HIDDEN, dtype=dtype), routing.shares)
     half = _empty(tokens, 32, dtype=torch.float32)
     made = [
         launch.cos_sin_launch(_empty(tokens, dtype=torch.int64), half[0], half, half, target),
         launch.gate_launch(_empty(tokens, 2 * DENSE, dtype=dtype), x, 1.702, 7.0, target),
-        *launch.route_launches(x, mine, routing, target),
-        *launch.expert_launches(x, mine, routing, parts.values, tiling, target),
+        *moe.route_launches(x, mine, routing, target),
+        *moe.expert_launches(x, mine, routing, parts.values, tiling, target),
     ]
     named = {one.kernel.__name__: one for one in made}
+    for outputs, inputs in ((2560, HIDDEN), (HIDDEN, 2048)):
+        for how in target.projections:
+            if tokens <= how.upto:
+                weight_oi = _empty(outputs, inputs, dtype=dtype)
+                out = _empty(tokens, outputs, dtype=dtype)
+                y = _empty(tokens, inputs, dtype=dtype)
+                named["project"] = launch.project_launch(y, weight_oi, out, how, target)
+                break
     named["add_norm"] = launch.rows_launch(x, x, x, x, weight, 1e-6, target)
     named["add_norm_parts"] = launch.rows_launch(x, parts, x, x, weight, 1e-6, target)
     return named

@@ -20,12 +20,15 @@ class Product:
         c: input channels of a step of the loop.
         warps: warps (waves) per program.
         stages: depth of the load pipeline; n holds n - 1 tiles in shared memory.
+        head: input channels of weights that are read before the kernel before is done, a multiple
+            of c; 0: none.
     """
 
     n: int
     c: int
     warps: int
     stages: int
+    head: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,71 @@ class Tiling:
         rows: rows of a tile.
         up: first product, with the activation.
         down: second product.
+        early: programs of the second product may start when all of the first have.
     """
 
     upto: int
     rows: int
     up: Product
     down: Product
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """How the scores of a step are computed.
+
+    Attributes:
+        upto: applies to steps of up to this many tokens.
+        tokens: of a program.
+        experts: of a program.
+        channels: of a step of its loop; without a loop, of a program.
+        sums: partial sums of a score, at most; 0: no loop, one sum per program.
+        warps: warps per program.
+        stages: depth of its pipeline.
+    """
+
+    upto: int
+    tokens: int
+    experts: int
+    channels: int
+    sums: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sorting:
+    """How experts are chosen from scores, and rows sorted by expert.
+
+    Attributes:
+        upto: applies to steps of up to this many tokens.
+        tokens: of a program that chooses.
+        warps: of it.
+        launches: 1: that program does it all; 2: another lays out and places; 3: places in tiles.
+        place_warps: of the programs of the other launches.
+    """
+
+    upto: int
+    tokens: int
+    warps: int
+    launches: int
+    place_warps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """How a projection of few rows is cut.
+
+    Attributes:
+        upto: applies up to this many rows.
+        rows: of a program, at least ``upto``.
+        product: the rest.
+    """
+
+    upto: int
+    rows: int
+    product: Product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +116,11 @@ class Target:
             launch).
         tilings: by tokens of the step, ascending.
         invariant: the one tiling of every step, where rows may not depend on their batch.
-        router_experts: experts of a program of the router.
-        router_channels: input channels of a step of its loop.
-        router_sums: partial sums of a score, at most.
-        router_stages: depth of its pipeline.
+        routers: by tokens of the step, ascending.
+        invariant_router: the one of every step, where rows may not depend on their batch.
+        sortings: by tokens of the step, ascending.
+        projections: by rows, ascending; more rows go to the library.
         terms: BF16 tokens are multiplied with the FP32 router as three BF16 matrices.
-        prefetch_programs: programs of a small step's first product that fetch the shared expert's
-            weights to L2 while routing still runs, at most; 0: none.
         row_warps: warps of a program that takes a whole row.
         interpreted: runs in Triton's interpreter: matrix operands are FP32, which it gets right.
     """
@@ -68,28 +128,43 @@ class Target:
     pdl: bool
     tilings: tuple[Tiling, ...]
     invariant: Tiling
-    router_experts: int = 16
-    router_channels: int = 128
-    router_sums: int = 8
-    router_stages: int = 3
+    routers: tuple[Router, ...]
+    invariant_router: Router
+    sortings: tuple[Sorting, ...]
+    projections: tuple[Projection, ...] = ()
     terms: bool = True
-    prefetch_programs: int = 0
     row_warps: int = 8
     interpreted: bool = False
 
 
-_FEW = Tiling(64, 16, Product(64, 128, 4, 4), Product(64, 128, 4, 4))
+_FEW = Tiling(64, 16, Product(32, 256, 2, 3), Product(64, 128, 4, 3, 256), early=True)
 _SOME = Tiling(1024, 32, Product(64, 64, 4, 4), Product(128, 64, 4, 4))
 _MORE = Tiling(2048, 64, Product(64, 64, 4, 4), Product(128, 64, 8, 4))
 _LOTS = Tiling(MANY, 128, Product(64, 64, 8, 4), Product(128, 64, 8, 4))
 
+_MATRIX_ROUTER = Router(MANY, 64, 64, 64, 4, 4, 3)
 _NVIDIA = Target(
     pdl=True,
-    prefetch_programs=264,
     tilings=(_FEW, _SOME, _MORE, _LOTS),
     invariant=replace(_MORE, upto=MANY),
+    routers=(
+        Router(16, 4, 4, 1024, 0, 4, 1),
+        Router(64, 8, 4, 1024, 0, 8, 1),
+        _MATRIX_ROUTER,
+    ),
+    invariant_router=Router(MANY, 16, 16, 128, 16, 4, 3),
+    sortings=(
+        Sorting(4, 4, 1, 1),
+        Sorting(16, 16, 4, 1),
+        Sorting(64, 8, 2, 2),
+        Sorting(MANY, 64, 16, 3),
+    ),
+    projections=(
+        Projection(16, 16, Product(16, 256, 2, 4, 256)),
+        Projection(64, 64, Product(64, 128, 4, 4, 128)),
+    ),
 )
-_SM80 = replace(_NVIDIA, pdl=False, prefetch_programs=0)
+_SM80 = replace(_NVIDIA, pdl=False)
 
 # 99 KiB of shared memory.
 _SHALLOW = tuple(
@@ -105,20 +180,26 @@ _AMD = Target(
     pdl=False,
     tilings=(_AMD_FEW, _AMD_LOTS),
     invariant=_AMD_LOTS,
-    router_stages=2,
+    routers=(Router(16, 4, 4, 1024, 0, 4, 1), Router(MANY, 16, 16, 128, 8, 4, 2)),
+    invariant_router=Router(MANY, 16, 16, 128, 8, 4, 2),
+    sortings=(Sorting(16, 16, 4, 1), Sorting(64, 8, 2, 2), Sorting(MANY, 64, 8, 3)),
 )
 
 _INTERPRETER = replace(
     _NVIDIA,
     pdl=False,
-    prefetch_programs=0,
     terms=False,
     interpreted=True,
     tilings=(
-        Tiling(64, 16, Product(16, 64, 1, 1), Product(32, 64, 1, 1)),
+        Tiling(64, 16, Product(16, 64, 1, 1), Product(32, 64, 1, 1, 64)),
         Tiling(MANY, 32, Product(32, 32, 1, 1), Product(32, 32, 1, 1)),
     ),
     invariant=Tiling(MANY, 32, Product(32, 32, 1, 1), Product(32, 32, 1, 1)),
+    routers=(Router(16, 4, 4, 32, 0, 4, 1), Router(MANY, 64, 64, 64, 4, 4, 3)),
+    projections=(
+        Projection(16, 16, Product(16, 32, 1, 1, 32)),
+        Projection(64, 64, Product(64, 64, 1, 1)),
+    ),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

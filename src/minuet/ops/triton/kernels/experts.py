@@ -6,7 +6,7 @@ Bandwidth-bound decode and matrix-bound prefill are the same code with other til
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, prefetch_lines, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 from minuet.ops.triton.kernels.rows import swiglu
 
 # M rows of a tile, N output channels, C input channels of a step of the loop. The weights are the
@@ -59,7 +59,6 @@ def experts_up(
     x_ptr,  # [T, H]
     gate_up_ptr,  # [E, 2 * I, H]
     shared_ptr,  # [2 * I, H]
-    shared_down_ptr,  # [H, I]; PREFETCH only
     out_ptr,  # [tiles, M, I]
     tiles_ptr,  # [routed tiles] int32
     rows_ptr,  # [routed tiles, M] int32
@@ -69,23 +68,15 @@ def experts_up(
     limit,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``act(gate, up)`` of N channels of a tile; an expert's weights are read once per tile.
-
-    While the routing before it still runs and memory is idle, PREFETCH programs ask for the shared
-    expert's weights, which do not depend on it.
-    """
+    """``act(gate, up)`` of N channels of a tile; an expert's weights are read once per tile."""
     tiles_n: tl.constexpr = (I + N - 1) // N
     tile = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
-    if PREFETCH:
-        programs = tl.minimum(tl.num_programs(0), PREFETCH)
-        if tl.program_id(0) < programs:
-            lines: tl.constexpr = H * I * 2 // 128
-            prefetch_lines(shared_ptr, tl.program_id(0), programs, 2 * lines, 256)
-            prefetch_lines(shared_down_ptr, tl.program_id(0), programs, lines, 256)
     wait_for_previous(PDL)
+    if EARLY:
+        let_next_start(PDL)
     expert, rows = tile_of(tile, tiles_ptr, rows_ptr, num_tokens, shared_tiles, K, SLOTS, M)
     if expert >= 0:
         routed_ptr = gate_up_ptr + expert.to(tl.int64) * (2 * I * H)
@@ -108,7 +99,8 @@ def experts_up(
         at = out_ptr + out[None, :] * I + n[:, None]
         mask = valid[None, :] & (n < I)[:, None]
         tl.store(at, inner.to(out_ptr.dtype.element_ty), mask=mask)
-    let_next_start(PDL)
+    if not EARLY:
+        let_next_start(PDL)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "shared_tiles"])
@@ -123,13 +115,18 @@ def experts_down(
     shared_tiles,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N channels of a tile's results, each row to its token and slot; summing them up is later."""
+    """N channels of a tile's results, each row to its token and slot; summing them up is later.
+
+    HEAD input channels of weights are read before the first product is done: which expert a tile
+    has was settled by the launch before that one, and weights do not change.
+    """
     tiles_n: tl.constexpr = (H + N - 1) // N
     tile = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
-    wait_for_previous(PDL)
+    if HEAD == 0:
+        wait_for_previous(PDL)
     expert, rows = tile_of(tile, tiles_ptr, rows_ptr, num_tokens, shared_tiles, K, SLOTS, M)
     if expert >= 0:
         routed_ptr = down_ptr + expert.to(tl.int64) * (H * I)
@@ -137,7 +134,12 @@ def experts_down(
         valid = rows >= 0
         x_at = x_ptr + (tile.to(tl.int64) * M + tl.arange(0, M))[None, :] * I
         total = tl.zeros((N, M), tl.float32)
-        for k in tl.range(0, I, C, num_stages=STAGES):
+        if HEAD > 0:
+            ahead = tl.arange(0, HEAD)
+            first = load_weights(weights_at, ahead, n, I, H, N, HEAD).to(OPERAND)
+            wait_for_previous(PDL)
+            total = tl.dot(first, load_rows(x_at, ahead, valid, I, HEAD).to(OPERAND), total)
+        for k in tl.range(HEAD, I, C, num_stages=STAGES):
             channel = k + tl.arange(0, C)
             x = load_rows(x_at, channel, valid, I, C).to(OPERAND)
             weights = load_weights(weights_at, channel, n, I, H, N, C).to(OPERAND)
@@ -145,4 +147,6 @@ def experts_down(
         at = out_ptr + tl.maximum(rows, 0).to(tl.int64)[None, :] * H + n[:, None]
         mask = valid[None, :] & (n < H)[:, None]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    elif HEAD > 0:
+        wait_for_previous(PDL)
     let_next_start(PDL)

@@ -30,7 +30,7 @@ def router_logits(
     """One partial sum, over CHUNK channels, of BM tokens and BE experts.
 
     With TERMS (BF16 tokens) the FP32 router is three BF16 operands, whose products are exact: as
-    good as FP32 arithmetic, on matrix units.
+    good as FP32 arithmetic, on matrix units. The small terms are summed apart from the large ones.
     """
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     expert = tl.program_id(1) * BE + tl.arange(0, BE)
@@ -39,6 +39,8 @@ def router_logits(
     x_at = x_ptr + row.to(tl.int64)[:, None] * H
     router_at = router_ptr + expert.to(tl.int64)[None, :] * H
     total = tl.zeros((BM, BE), tl.float32)
+    small = tl.zeros((BM, BE), tl.float32)
+    smaller = tl.zeros((BM, BE), tl.float32)
     for k in tl.range(first, min(first + CHUNK, H), BK, num_stages=STAGES):
         channel = k + tl.arange(0, BK)
         inside = channel < min(first + CHUNK, H)
@@ -50,11 +52,41 @@ def router_logits(
         )
         if TERMS:
             high, middle, low = bf16_terms(router)
-            total = tl.dot(x, low, total)
-            total = tl.dot(x, middle, total)
+            smaller = tl.dot(x, low, smaller)
+            small = tl.dot(x, middle, small)
             total = tl.dot(x, high, total)
         else:
             total = tl.dot(x.to(tl.float32), router, total, input_precision="ieee")
+    at = tl.program_id(2).to(tl.int64) * num_tokens + row
+    at = logits_ptr + at[:, None] * E + expert[None, :]
+    total += small + smaller
+    tl.store(at, total, mask=(row < num_tokens)[:, None] & (expert < E)[None, :])
+    let_next_start(PDL)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def router_logits_few(
+    x_ptr,  # [T, H]
+    router_ptr,  # [E, H] FP32
+    logits_ptr,  # [S, T, E] FP32: partial sums
+    num_tokens,
+    H: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As :func:`router_logits`, in FP32 on vector units: no loop, little latency for few tokens."""
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    expert = tl.program_id(1) * BE + tl.arange(0, BE)
+    channel = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    router = tl.load(  # nobody writes weights: no need to wait
+        router_ptr + expert.to(tl.int64)[None, :, None] * H + channel[None, None, :],
+        mask=(expert < E)[None, :, None] & (channel < H)[None, None, :], other=0.0,
+    )  # fmt: skip
+    wait_for_previous(PDL)
+    x = tl.load(
+        x_ptr + row.to(tl.int64)[:, None, None] * H + channel[None, None, :],
+        mask=(row < num_tokens)[:, None, None] & (channel < H)[None, None, :], other=0.0,
+    )  # fmt: skip
+    total = tl.sum(x.to(tl.float32) * router, 2)
     at = tl.program_id(2).to(tl.int64) * num_tokens + row
     at = logits_ptr + at[:, None] * E + expert[None, :]
     tl.store(at, total, mask=(row < num_tokens)[:, None] & (expert < E)[None, :])
@@ -209,9 +241,9 @@ def route_tokens(
     num_tokens,
     routed_scale,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, S: tl.constexpr,
-    BM: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A large step, first of three: experts of BM tokens, and how often each was chosen."""
+    """Experts of BM tokens of a step that takes several programs; COUNTS: how often each expert."""
     wait_for_previous(PDL)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     chosen = choose(
@@ -220,9 +252,32 @@ def route_tokens(
     slot = tl.arange(0, K_PAD)
     at = chosen_ptr + row.to(tl.int64)[:, None] * K + slot[None, :]
     tl.store(at, chosen, mask=(row < num_tokens)[:, None] & (slot < K)[None, :])
-    counts = tl.sum(chosen_by(chosen, K, K_PAD, E_PAD), 0)
-    tl.store(counts_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD), counts)
+    if COUNTS:
+        counts = tl.sum(chosen_by(chosen, K, K_PAD, E_PAD), 0)
+        tl.store(counts_ptr + tl.program_id(0) * E_PAD + tl.arange(0, E_PAD), counts)
     let_next_start(PDL)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "capacity"])
+def route_place(
+    chosen_ptr,  # [T, K] int32
+    tiles_ptr,  # [capacity] int32
+    rows_ptr,  # [capacity, TILE] int32
+    num_tokens,
+    capacity,
+    K: tl.constexpr, K_PAD: tl.constexpr, SLOTS: tl.constexpr, E_PAD: tl.constexpr,
+    BM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Second and last launch of a step of at most BM tokens: one program lays out and places."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row, slot = tl.arange(0, BM), tl.arange(0, K_PAD)
+    kept = (row < num_tokens)[:, None] & (slot < K)[None, :]
+    chosen = tl.load(chosen_ptr + row[:, None] * K + slot[None, :], mask=kept, other=-1)
+    picked = chosen_by(chosen, K, K_PAD, E_PAD)
+    longest: tl.constexpr = (BM + TILE - 1) // TILE
+    first = lay_out(tl.sum(picked, 0), tiles_ptr, rows_ptr, capacity, longest, E_PAD, TILE)
+    place(chosen, picked, first, row, rows_ptr, K, K_PAD, SLOTS, E_PAD)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "capacity", "longest"])

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, prefetch_lines, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def swiglu(gate, up, alpha, limit):
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
 
 
-@triton.jit(do_not_specialize=["stride_x", "num_tokens"])
+@triton.jit(do_not_specialize=["stride_x"])
 def add_norm(
     x_ptr,  # [T, H], rows stride_x apart
     delta_ptr,  # [T, H]; PARTS: [T, PARTS, H]
@@ -25,36 +25,16 @@ def add_norm(
     weight_ptr,  # [H] FP32; NORM only
     sum_ptr,  # [T, H]; ADD only
     normed_ptr,  # [T, H]; NORM only
-    ahead_0_ptr,  # weights that kernels after this one read first; LINES only
-    ahead_1_ptr,
-    ahead_2_ptr,
-    num_tokens,
     stride_x,
     eps,
     H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
-    NORM: tl.constexpr, LINES_0: tl.constexpr, LINES_1: tl.constexpr, LINES_2: tl.constexpr,
-    PDL: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: ``x + delta`` in the type of x, and the Gemma norm of that.
 
     With PARTS, delta is the sum of a token's experts: the first K weighed by their shares, then the
     shared expert, added in this order in FP32 and rounded once.
-
-    A few rows leave memory idle: programs beyond them fetch what is read next to L2.
     """
-    if LINES_0 + LINES_1 + LINES_2 > 0:
-        index = tl.program_id(0) - num_tokens
-        if index >= 0:
-            programs = tl.num_programs(0) - num_tokens
-            if LINES_0 > 0:
-                prefetch_lines(ahead_0_ptr, index, programs, LINES_0, 256)
-            if LINES_1 > 0:
-                prefetch_lines(ahead_1_ptr, index, programs, LINES_1, 256)
-            if LINES_2 > 0:
-                prefetch_lines(ahead_2_ptr, index, programs, LINES_2, 256)
-            wait_for_previous(PDL)
-            let_next_start(PDL)
-            return
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < H
@@ -126,14 +106,3 @@ def cos_sin(
     tl.store(cos_ptr + at, tl.cos(angle), mask=inside)
     tl.store(sin_ptr + at, tl.sin(angle), mask=inside)
     let_next_start(PDL)
-
-
-@triton.jit
-def prefetch(
-    weight_ptr,
-    LINES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Ask for LINES times 128 bytes of a weight, spread over all programs."""
-    let_next_start(PDL)
-    prefetch_lines(weight_ptr, tl.program_id(0), tl.num_programs(0), LINES, BLOCK)
-    wait_for_previous(PDL)
