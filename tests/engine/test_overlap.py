@@ -5,7 +5,9 @@ import random
 import pytest
 
 from minuet.engine import core as core_module
+from minuet.engine import ipc
 from minuet.engine.llm import LLM
+from minuet.engine.process import Loop, Served
 from minuet.engine.types import FinishReason, SamplingParams
 from minuet.errors import ContractError
 from tests.engine.desk import GREEDY, answer, engine, token_ids
@@ -304,6 +306,41 @@ def test_an_interrupt_while_waiting_leaves_the_step_to_be_taken_in():
     device.breaks.clear()
     drain(core)
     assert output.token_ids == answer_to([1, 2, 3], 4)
+
+
+# --- the engine process --------------------------------------------------------------------------
+
+
+def test_the_process_sends_each_token_when_its_step_is_done_and_stops_with_an_empty_pool():
+    device = Late()
+    core = core_on(device)
+    limited = params(4)
+    messages = {
+        0: [ipc.Submit("a", [1, 2, 3], limited), ipc.Submit("b", [4, 5], params(9))],
+        2: [ipc.Submit("c", [6], limited)],
+        3: [ipc.Abort(["b"])],
+        12: [ipc.Stop()],
+    }
+    # only looks between steps count: each ends with None
+    inbox = [m for look in range(13) for m in [*messages.get(look, []), None]]
+    sent = []
+    ready = ipc.Ready(1, 64, VOCAB, core.scheduler.pool.capacity, [], {}, {})
+    loop = Loop(
+        Served(core, ready),
+        lambda wait_ms: ipc.encode(m) if (m := inbox.pop(0)) is not None else None,
+        lambda report: sent.append(ipc.decode_report(report)),
+    )
+    loop.run()
+    steps = [report for report in sent if isinstance(report, ipc.StepDone)]
+    told = [[(d.request_id, len(d.token_ids), d.finish_reason) for d in s.deltas] for s in steps]
+    assert told[:2] == [[("a", 1, None), ("b", 1, None)]] * 2
+    tokens = {name: [] for name in "abc"}
+    for delta in (delta for step in steps for delta in step.deltas):
+        tokens[delta.request_id] += delta.token_ids
+    assert tokens["a"] == answer_to([1, 2, 3], 4)
+    assert tokens["c"] == answer_to([6], 4)
+    assert tokens["b"] == answer_to([4, 5], 9)[:3]
+    assert core.scheduler.pool.usable == core.scheduler.pool.capacity
 
 
 # --- any order of events -------------------------------------------------------------------------
