@@ -23,11 +23,11 @@ pytestmark = pytest.mark.compile
 
 RECORD = Path(__file__).with_name("triton_resources.json")
 MATRIX = (
-    "attend_dense", "attend_blocks", "attend_lists", "attend_prefill",
+    "attend_dense", "attend_blocks", "attend_rows", "attend_tiles", "attend_prefill",
     "score_blocks", "score_tiles",
 )  # fmt: skip
 # The FP8 prefill of gfx1250 takes the compiler over a minute.
-SLOW = {("gfx1250", "fp8", "attend_prefill")}
+SLOW = {("gfx1250", "fp8", name) for name in ("attend_prefill", "attend_tiles")}
 
 
 def shapes(arch: str) -> dict[str, Shape]:
@@ -43,8 +43,12 @@ def shapes(arch: str) -> dict[str, Shape]:
 
 # What stands for the rest in CI; ``python -m tests.attention.test_triton_compile`` does all of it.
 CHOSEN = [
-    *(("sm90", "fp8", name) for name in (*MATRIX, "merge_parts", "list_blocks", "write")),
-    *(("sm90", "bf16", name) for name in ("attend_dense", "attend_blocks", "attend_prefill")),
+    *(("sm90", "fp8", name) for name in MATRIX),
+    *(("sm90", "fp8", name) for name in ("merge_parts", "list_blocks", "unite_lists", "write")),
+    *(
+        ("sm90", "bf16", name)
+        for name in ("attend_dense", "attend_blocks", "attend_tiles", "attend_prefill")
+    ),
     ("sm90", "fp8-q8", "attend_dense"),
     ("sm90", "bf16-q4", "attend_dense"),
     ("sm90", "fp8-kv8-dim64-page64", "attend_dense"),
@@ -54,6 +58,7 @@ CHOSEN = [
         for label, name in (
             ("bf16", "attend_dense"), ("fp8", "attend_blocks"), ("bf16", "attend_prefill"),
             ("bf16", "score_blocks"), ("fp8", "merge_parts"), ("fp8", "write"),
+            ("bf16", "attend_tiles"),
         )
     ),
 ]  # fmt: skip
@@ -67,6 +72,7 @@ def check(arch: str, name: str, found: dict[str, int]) -> None:
         assert found["matrix"] > 0, "no matrix instructions"
     if arch == "sm90":
         assert found["shared_byte_loads"] == 0, "shared memory is read byte by byte"
+        assert name not in MATRIX or found["async_copies"] > 0, "loads are not pipelined"
 
 
 @pytest.mark.parametrize(("arch", "label", "name"), CHOSEN)

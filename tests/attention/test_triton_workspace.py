@@ -1,15 +1,19 @@
 """The slices that start-up plans hold every step of their shape: arithmetic, nothing runs."""
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
 from minuet.attention.backends.triton import attending, selecting
 from minuet.attention.backends.triton.config import TARGETS
-from minuet.attention.backends.triton.step import Planner, StepShape
+from minuet.attention.backends.triton.step import Planner, StepShape, no_finer_than_useful
 from minuet.attention.batch import AttentionBatch
 from minuet.attention.contract import LayerKind, Phase
+from minuet.attention.plan import PlanShape
 from minuet.attention.reference import Selection
 from minuet.errors import ContractError
 from minuet.kv.cache import LayerCache
@@ -177,3 +181,21 @@ def _fingerprint(args):
         name: (value.data_ptr(), value.shape) if isinstance(value, torch.Tensor) else value
         for name, value in args.items()
     }
+
+
+@given(
+    st.lists(st.integers(0, 9000), min_size=1, max_size=40),
+    st.integers(1, 300),
+    st.integers(1, 140),
+)
+def test_a_step_is_divided_no_finer_than_its_longest_part_needs(lengths, budget, most):
+    division = PlanShape(
+        max_seqs=len(lengths), max_length=9000, tile_tokens=128, max_parts=most, budget=budget
+    )
+    tiles = -(-np.array(lengths, np.int64) // 128)
+    balanced = division.part_counts(tiles)
+    counts = no_finer_than_useful(division, np.array(lengths)).part_counts(tiles)
+    assert (counts <= balanced).all()
+    assert ((counts > 0) == (tiles > 0)).all()
+    longest = [int((-(-tiles // np.maximum(n, 1))).max()) for n in (balanced, counts)]
+    assert longest[1] <= longest[0]

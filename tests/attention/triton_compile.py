@@ -188,10 +188,10 @@ def launches(shape: Shape, arch: str) -> dict[str, Launch]:
     made["score_blocks"] = selecting.score_launch(index_q, cache, plan, values)
     scores = selecting.Scores(values, selection)
     made["attend_blocks"] = next(attending.attend_launches(q, q, cache, plan, scores, 0.1))
-    ragged = _plan(replace(sizes, query_len=0, max_tokens=tokens), target, 0)
+    ragged = _plan(replace(sizes, query_len=0, max_seqs=tokens), target, 0)
     made["attend_prefill"] = next(attending.attend_launches(q, q, cache, ragged, None, 0.1))
     deferred = selecting.Deferred(index_q, cache, selection)
-    names = "score_tiles", "list_blocks", "unite_lists", "attend_lists", "attend_tiles"
+    names = "score_tiles", "list_blocks", "unite_lists", "attend_rows", "attend_tiles"
     chunk = attending.attend_launches(q, q, cache, ragged, deferred, 0.1)
     made |= dict(zip(names, chunk, strict=True))
     return made

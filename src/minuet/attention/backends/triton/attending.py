@@ -32,6 +32,8 @@ Blocks = Scores | Deferred | Tensor | None
 
 _NARROWEST = 16  # rows of a matrix instruction
 _WIDE = 32  # query vectors from which ``config.Target.wide`` applies
+_MOST_ACROSS_PAGES = 64  # tokens
+_ROW_PROGRAMS_PER_UNIT = 8
 _LOG2_E = 1.4426950408889634
 
 
@@ -72,7 +74,7 @@ def attend_launches(
             yield _prefill_launch(q, out, cache, plan, scale)
     elif isinstance(blocks, Scores) or (plan.is_decode and isinstance(blocks, Tensor)):
         whole = Chunk(0, q.shape[0], (0, 0))
-        yield from _rows_launches(q, out, cache, plan, blocks, scale, whole)
+        yield from _blocks_launches(q, out, cache, plan, blocks, scale, whole)
     else:
         for chunk in plan.chunks_of(q.shape[0]):
             yield from _chunk_launches(q, out, cache, plan, blocks, scale, chunk)
@@ -87,7 +89,7 @@ def _chunk_launches(
     scale: float,
     chunk: Chunk,
 ) -> Iterator[Launch]:
-    """A chunk of query tokens: select for it, then attend by rows, or by tiles and rows."""
+    """A chunk of query tokens: select for it, then attend; prefill by rows and by tiles."""
     top = blocks.shape[2] if isinstance(blocks, Tensor) else blocks.selection.top_blocks
     shape = (chunk.end - chunk.first, cache.layout.num_kv_heads, top)
     lists = plan.scratch.take("blocks", shape, torch.int32)
@@ -97,11 +99,12 @@ def _chunk_launches(
         given = lists
     else:
         given = blocks[chunk.first : chunk.end]
-    if not plan.is_decode:
-        yield _unite_launch(given, (lists, pages), plan, chunk)
-    yield from _rows_launches(q, out, cache, plan, lists, scale, chunk)
-    if not plan.is_decode:
-        yield _tiles_launch(q, out, cache, plan, (lists, pages), scale, chunk)
+    if plan.is_decode:
+        yield from _blocks_launches(q, out, cache, plan, lists, scale, chunk)
+        return
+    yield _unite_launch(given, (lists, pages), plan, chunk, cache.layout.has_scales)
+    yield _rows_launch(q, out, cache, plan, lists, scale, chunk)
+    yield _tiles_launch(q, out, cache, plan, (lists, pages), scale, chunk)
 
 
 # --- everything ----------------------------------------------------------------------------------
@@ -141,9 +144,13 @@ def _dense_launches(
 def _prefill_launch(q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Launch:
     target = plan.target
     tuning = target.prefill_fp8 if cache.layout.has_scales else target.prefill
-    group, group_pad, common = _attend_args(q, out, cache, plan, scale, tuning)
+    group, group_pad, common = _attend_args(
+        q, out, cache, plan, scale, tuning, paired_lanes=target.prefill_pairs
+    )
+    # a tile that spans pages looks one up per token: it is kept narrow
+    tile = min(tuning.tile, max(cache.layout.page_size, _MOST_ACROSS_PAGES))
     args = dict(
-        **common,
+        **(common | {"TILE": tile}),
         tiles_ptr=plan.tables["tiles"],
         GROUP=group,
         GROUP_PAD=group_pad,
@@ -156,7 +163,7 @@ def _prefill_launch(q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale
 # --- chosen blocks -------------------------------------------------------------------------------
 
 
-def _rows_launches(
+def _blocks_launches(
     q: Tensor,
     out: Tensor,
     cache: LayerCache,
@@ -179,15 +186,12 @@ def _rows_launches(
     parts = plan.row_parts(heads, top)
     slots = num_tokens * parts if parts > 1 else 0
     partial, lse = _partials(plan, (heads, slots, group, q.shape[2]))
-    ragged = not plan.is_decode
     args = dict(
         **(common | {"TILE": min(tuning.tile, cache.layout.page_size)}),
         partial_ptr=partial,
         lse_ptr=lse,
         source_ptr=source,
         lengths_ptr=plan.tables["lengths"],
-        token_sequence_ptr=plan.tables["token_sequence" if ragged else "lengths"],
-        positions_ptr=plan.positions,
         stride_scores=stride_scores,
         query_len=plan.shape.query_len,
         first_token=chunk.first,
@@ -199,7 +203,6 @@ def _rows_launches(
         TOP_PAD=power_of_2(top),
         PARTS=parts,
         FROM_SCORES=isinstance(blocks, Scores),
-        RAGGED=ragged,
         FEW=target.few_blocks,
         MANY=target.many_blocks,
     )
@@ -210,7 +213,9 @@ def _rows_launches(
         yield _merge_launch(mine, plan, (partial, lse), extents, common, slots, static_parts=parts)
 
 
-def _unite_launch(lists: Tensor, unions: tuple[Tensor, Tensor], plan: Plan, chunk: Chunk) -> Launch:
+def _unite_launch(
+    lists: Tensor, unions: tuple[Tensor, Tensor], plan: Plan, chunk: Chunk, fp8: bool
+) -> Launch:
     """Lists, or unions with their pages where a tile shares enough blocks; maybe in place."""
     target, top = plan.target, lists.shape[2]
     records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
@@ -222,7 +227,7 @@ def _unite_launch(lists: Tensor, unions: tuple[Tensor, Tensor], plan: Plan, chun
         table_ptr=plan.page_table,
         stride_table=plan.page_table.stride(0),
         first_token=chunk.first,
-        row_blocks_per_step=target.row_blocks_per_step,
+        row_blocks_per_step=(target.row_blocks_per_step_fp8 if fp8 else target.row_blocks_per_step),
         TOKENS=plan.row_tile_tokens,
         TOP=top,
         TOP_PAD=power_of_2(top),
@@ -230,6 +235,37 @@ def _unite_launch(lists: Tensor, unions: tuple[Tensor, Tensor], plan: Plan, chun
     )
     grid = (records.shape[0], lists.shape[1])
     return Launch(tile_kernels.unite_lists, grid, args, options_of(target, Tuning(0, 4, 1)))
+
+
+def _rows_launch(
+    q: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    plan: Plan,
+    lists: Tensor,
+    scale: float,
+    chunk: Chunk,
+) -> Launch:
+    """Rows of a chunk's tiles that share too few blocks."""
+    target, top = plan.target, lists.shape[2]
+    tuning = target.blocks_fp8 if cache.layout.has_scales else target.blocks
+    group, _, common = _attend_args(q, out, cache, plan, scale, tuning)
+    records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
+    heads = cache.layout.num_kv_heads
+    args = dict(
+        **(common | {"TILE": min(tuning.tile, cache.layout.page_size)}),
+        lists_ptr=lists,
+        tiles_ptr=records,
+        first_token=chunk.first,
+        GROUP=group,
+        M=max(_NARROWEST, power_of_2(group)),
+        TOP=top,
+        TOP_PAD=power_of_2(top),
+    )
+    # enough programs to fill the device when there are few tiles
+    wanted = -(-_ROW_PROGRAMS_PER_UNIT * plan.shape.compute_units // (records.shape[0] * heads))
+    grid = (records.shape[0], heads, min(plan.row_tile_tokens, wanted))
+    return Launch(tile_kernels.attend_rows, grid, args, options_of(target, tuning))
 
 
 def _tiles_launch(
@@ -243,8 +279,10 @@ def _tiles_launch(
 ) -> Launch:
     """Tiles of a chunk whose query tokens share enough blocks."""
     target, top = plan.target, unions[0].shape[2]
-    tuning = target.prefill_fp8 if cache.layout.has_scales else target.prefill
-    group, group_pad, common = _attend_args(q, out, cache, plan, scale, tuning)
+    tuning = target.tiles_fp8 if cache.layout.has_scales else target.tiles
+    group, group_pad, common = _attend_args(
+        q, out, cache, plan, scale, tuning, paired_lanes=target.prefill_pairs
+    )
     records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
     del common["table_ptr"], common["stride_table"]  # pages are in the unions
     args = dict(
@@ -322,7 +360,14 @@ def _merge_launch(
 
 
 def _attend_args(
-    q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float, tuning: Tuning
+    q: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    plan: Plan,
+    scale: float,
+    tuning: Tuning,
+    *,
+    paired_lanes: bool = True,
 ) -> tuple[int, int, dict[str, Any]]:
     """Group, padded group, and the arguments that every attention kernel has."""
     layout, target = cache.layout, plan.target
@@ -335,8 +380,10 @@ def _attend_args(
         )
     if q.stride() != out.stride() or q.stride(2) != 1:
         raise ContractError("strides of queries", got=q.stride(), expected=str(out.stride()))
-    k, pairs = paired(cache.k, target)
-    v, _ = paired(cache.v, target)
+    k, v, pairs = cache.k, cache.v, False
+    if paired_lanes:
+        k, pairs = paired(k, target)
+        v, _ = paired(v, target)
     k_scale, v_scale = scales_of(cache)
     return (
         group,
@@ -363,6 +410,7 @@ def _attend_args(
             OPERAND=operand_of(cache.k, target),
             SCALED=layout.has_scales,
             PAIRS=pairs,
+            NATIVE=target.pairs,
             STAGES=tuning.stages,
             PDL=target.pdl,
         ),

@@ -81,8 +81,13 @@ class Target:
         parts_per_unit: parts of dense decode per compute unit, 16-bit cache.
         parts_per_unit_fp8: the same, FP8 cache: a second part hides the conversions of the first.
         row_parts_per_unit: parts per compute unit that sparse decode rows make, at most.
+        tiles: sparse prefill by tiles of query tokens, 16-bit cache.
+        tiles_fp8: the same, FP8 cache.
+        prefill_pairs: FP8 is read as pairs in prefill too. Wide matrix instructions take keys and
+            values from shared memory, so converting them whole costs less there.
         row_blocks_per_step: blocks that sparse prefill rows attend to in the time a tile of query
-            tokens takes for one; lists are united where that makes the tile the cheaper form.
+            tokens takes for one, 16-bit cache; lists are united where that makes the tile cheaper.
+        row_blocks_per_step_fp8: the same, FP8 cache.
         interpreted: runs in Triton's interpreter: matrix operands are FP32, which it gets right.
     """
 
@@ -98,6 +103,8 @@ class Target:
     prefill: Tuning
     prefill_fp8: Tuning
     prefill_vectors: int
+    tiles: Tuning
+    tiles_fp8: Tuning
     score: Tuning
     score_parts_per_unit: int
     score_prefill: Tuning
@@ -117,7 +124,9 @@ class Target:
     parts_per_unit: int = 1
     parts_per_unit_fp8: int = 2
     row_parts_per_unit: int = 1
+    prefill_pairs: bool = False
     row_blocks_per_step: int = 3
+    row_blocks_per_step_fp8: int = 4
     interpreted: bool = False
 
 
@@ -132,8 +141,10 @@ _NVIDIA = Target(
     blocks=Tuning(128, 4, 3),
     blocks_fp8=Tuning(128, 4, 3, registers=255),
     prefill=Tuning(64, 8, 3),
-    prefill_fp8=Tuning(64, 8, 3),
+    prefill_fp8=Tuning(128, 8, 3),
     prefill_vectors=128,
+    tiles=Tuning(128, 8, 3),
+    tiles_fp8=Tuning(128, 8, 3),
     score=Tuning(128, 4, 3),
     score_parts_per_unit=3,
     score_prefill=Tuning(128, 4, 3),
@@ -151,6 +162,9 @@ _SM120 = replace(
     blocks=Tuning(64, 4, 3),
     score=Tuning(128, 4, 3),
     prefill=Tuning(64, 8, 2),
+    prefill_fp8=Tuning(64, 8, 2),
+    tiles=Tuning(64, 8, 2),
+    tiles_fp8=Tuning(64, 8, 2),
 )
 
 # gfx9: 64 KiB of LDS on gfx942; four waves, so that a wave may use 512 registers; the compiler's
@@ -168,6 +182,8 @@ _GFX9 = Target(
     prefill=Tuning(32, 4, 1),
     prefill_fp8=Tuning(32, 4, 1),
     prefill_vectors=64,
+    tiles=Tuning(32, 4, 1),
+    tiles_fp8=Tuning(32, 4, 1),
     score=Tuning(128, 4, 2),
     score_parts_per_unit=2,
     score_prefill=Tuning(128, 4, 1),
@@ -180,6 +196,8 @@ _GFX1250 = replace(
     wide=Tuning(64, 4, 2),
     prefill=Tuning(64, 4, 1),
     prefill_fp8=Tuning(64, 4, 1),
+    tiles=Tuning(64, 4, 1),
+    tiles_fp8=Tuning(64, 4, 1),
 )
 
 _INTERPRETER = replace(

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from minuet.attention.backends.triton.kernels.choose import choose_blocks
+from minuet.attention.backends.triton.kernels.choose import choose_blocks, load_list
 from minuet.attention.backends.triton.kernels.common import (
     LOWEST,
     attend_tile,
@@ -31,7 +31,8 @@ def stream(
     score_scale,
     STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
     C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, OPERAND: tl.constexpr,
-    SCALED: tl.constexpr, PAIRS: tl.constexpr, ROW_MASK: tl.constexpr, STAGES: tl.constexpr,
+    SCALED: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr, ROW_MASK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles ``first .. end - 1`` of one sequence and KV head."""
     within = tl.arange(0, TILE)
@@ -65,7 +66,7 @@ def stream(
             k_base, v_base, k_scale_base, v_scale_base,
             k_offset, v_offset, scale_offset,
             valid, row_end - tile * TILE, score_scale,
-            C, TILE, OPERAND, SCALED, PAIRS, ROW_MASK,
+            C, TILE, OPERAND, SCALED, PAIRS, NATIVE, ROW_MASK,
         )  # fmt: skip
     return top, total, out_even, out_odd
 
@@ -98,8 +99,8 @@ def attend_dense(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     PLAN_TILE: tl.constexpr,  # tokens per tile of the plan; a multiple of TILE
-    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, ROW_MASK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+    ROW_MASK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of one sequence and KV head; all query tokens of the sequence together."""
     item, head = tl.program_id(0), tl.program_id(1)
@@ -129,7 +130,8 @@ def attend_dense(
             k_scale_ptr + head * stride_scale_head, v_scale_ptr + head * stride_scale_head,
             table_ptr, page, stride_k_page, stride_v_page, stride_scale_page,
             first, end, length, length - query_len + 1 + query, score_scale,
-            STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, ROW_MASK, STAGES,
+            STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE,
+            OPERAND, SCALED, PAIRS, NATIVE, ROW_MASK, STAGES,
         )  # fmt: skip
         let_next_start(PDL)
         total = tl.sum(total, 1)
@@ -144,93 +146,29 @@ def attend_dense(
             store_partial(partial_ptr, lse_ptr, at, real, top, total, even, odd, D, C, PAIRS)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "stride_table", "stride_scores", "query_len", "first_token", "init_blocks", "local_blocks",
-    ],
-    do_not_specialize_on_alignment=[
-        "lengths_ptr", "token_sequence_ptr", "positions_ptr", "table_ptr", "source_ptr",
-    ],
-)  # fmt: skip
-def attend_blocks(
-    q_ptr,  # [T, H, D]
-    out_ptr,  # [T, H, D]
-    k_ptr,  # [N, K, P, D], PAIRS: int16 view, half as wide
-    v_ptr,
-    k_scale_ptr,  # [N, K, P] FP32; SCALED only
-    v_scale_ptr,
-    partial_ptr,  # [K, chunk * parts, GROUP, D] FP32
-    lse_ptr,  # [K, chunk * parts, GROUP] FP32
-    source_ptr,  # FROM_SCORES: [K, chunk, blocks] FP32; else [chunk, K, TOP] int32
-    lengths_ptr,  # [sequences] int32
-    token_sequence_ptr,  # [T] int32; RAGGED only
-    positions_ptr,  # [T] int64; RAGGED only
-    table_ptr,  # [sequences, pages] int32
-    stride_q_token, stride_q_head,
-    stride_k_page, stride_k_head,
-    stride_v_page, stride_v_head,
-    stride_scale_page, stride_scale_head,
-    stride_table,
-    stride_scores,  # between tokens of the score buffer
-    query_len,  # RAGGED: unused
-    first_token,  # of the chunk
-    init_blocks,
-    local_blocks,
+@triton.jit
+def stream_blocks(
+    q_low, q_high,
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,  # of this KV head
+    blocks, pages,  # [TOP_PAD] chosen blocks of a row and their pages
+    stride_k_page, stride_v_page, stride_scale_page,
+    first, end,  # entries
+    visible,  # tokens of the context that the row sees
     score_scale,
     STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr,
-    D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
-    TOP: tl.constexpr, TOP_PAD: tl.constexpr, PARTS: tl.constexpr,
-    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
-    FROM_SCORES: tl.constexpr, RAGGED: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    TOP_PAD: tl.constexpr, OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One part of one row (query token x KV head) over its chosen blocks.
-
-    With FROM_SCORES the row's blocks are chosen here, by every part for itself: that costs less
-    than handing a list over from another launch.
-    """
-    chunk_token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    num_tokens, heads = tl.num_programs(0), tl.num_programs(1)
-    token = chunk_token + first_token
-    sequence, visible = row_of(
-        token, query_len, lengths_ptr, token_sequence_ptr, positions_ptr, RAGGED
-    )
-    table_ptr += sequence * stride_table
-    entry = tl.arange(0, TOP_PAD)
-    num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
-    wait_for_previous(PDL)
-    vector = tl.arange(0, M)
-    real = vector < GROUP
-    if not FROM_SCORES:
-        source_ptr += (chunk_token * heads + head) * TOP
-        blocks = tl.load(source_ptr + entry, mask=entry < TOP, other=-1)
-        chosen = tl.sum((blocks >= 0).to(tl.int32), 0)
-        pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
-        if RAGGED:  # a union, no list: the row belongs to attend_tiles and nothing is done here
-            real = real & (tl.min(blocks, 0) >= -1)
-    offsets = token * stride_q_token + (head * GROUP + vector) * stride_q_head
-    q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
-    if FROM_SCORES:
-        scores_ptr = source_ptr + (head * num_tokens + chunk_token) * stride_scores
-        blocks, pages = choose_blocks(
-            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
-            TOP, TOP_PAD, FEW, MANY,
-        )  # fmt: skip
-        chosen = tl.minimum(num_blocks, TOP)
-
+    """Chosen blocks ``first .. end - 1`` of one row."""
     top = tl.full([M], LOWEST, tl.float32)
     total = tl.zeros([M, TILE // 4], tl.float32)
     even = tl.zeros([M, C], tl.float32)
     odd = tl.zeros([M, C], tl.float32)
-    k_ptr += head * stride_k_head
-    v_ptr += head * stride_v_head
-    k_scale_ptr += head * stride_scale_head
-    v_scale_ptr += head * stride_scale_head
     within = tl.arange(0, TILE)
+    entry = tl.arange(0, TOP_PAD)
     TILES: tl.constexpr = PAGE // TILE  # per block
-    first, end = part * chosen // PARTS * TILES, (part + 1) * chosen // PARTS * TILES
-    for step in tl.range(first, end, num_stages=STAGES):
+    for step in tl.range(first * TILES, end * TILES, num_stages=STAGES):
         is_this = entry == step // TILES
         page = tl.sum(tl.where(is_this, pages, 0), 0).to(tl.int64)
         block = tl.sum(tl.where(is_this, blocks, 0), 0)
@@ -246,9 +184,84 @@ def attend_blocks(
             v_ptr + page * stride_v_page + slot * STRIDE_V_TOKEN,
             k_scale_base, v_scale_base,
             within * STRIDE_K_TOKEN, within * STRIDE_V_TOKEN, within,
-            valid, vector, score_scale,
-            C, TILE, OPERAND, SCALED, PAIRS, False,
+            valid, tl.arange(0, M), score_scale,
+            C, TILE, OPERAND, SCALED, PAIRS, NATIVE, False,
         )  # fmt: skip
+    return top, total, even, odd
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_table", "stride_scores", "query_len", "first_token", "init_blocks", "local_blocks",
+    ],
+    do_not_specialize_on_alignment=["lengths_ptr", "table_ptr", "source_ptr"],
+)  # fmt: skip
+def attend_blocks(
+    q_ptr,  # [T, H, D]
+    out_ptr,  # [T, H, D]
+    k_ptr,  # [N, K, P, D], PAIRS: int16 view, half as wide
+    v_ptr,
+    k_scale_ptr,  # [N, K, P] FP32; SCALED only
+    v_scale_ptr,
+    partial_ptr,  # [K, chunk * parts, GROUP, D] FP32
+    lse_ptr,  # [K, chunk * parts, GROUP] FP32
+    source_ptr,  # FROM_SCORES: [K, chunk, blocks] FP32; else [chunk, K, TOP] int32
+    lengths_ptr,  # [sequences] int32
+    table_ptr,  # [sequences, pages] int32
+    stride_q_token, stride_q_head,
+    stride_k_page, stride_k_head,
+    stride_v_page, stride_v_head,
+    stride_scale_page, stride_scale_head,
+    stride_table,
+    stride_scores,  # between tokens of the score buffer
+    query_len,
+    first_token,  # of the chunk
+    init_blocks,
+    local_blocks,
+    score_scale,
+    STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr, PARTS: tl.constexpr,
+    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+    FROM_SCORES: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One part of one row (query token x KV head) of a decode step over its chosen blocks.
+
+    With FROM_SCORES the row's blocks are chosen here, by every part for itself: that costs less
+    than handing a list over from another launch.
+    """
+    chunk_token, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    num_tokens, heads = tl.num_programs(0), tl.num_programs(1)
+    token = chunk_token + first_token
+    sequence, visible = row_of(token, query_len, lengths_ptr, lengths_ptr, lengths_ptr, False)
+    table_ptr += sequence * stride_table
+    num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
+    wait_for_previous(PDL)
+    vector = tl.arange(0, M)
+    real = vector < GROUP
+    offsets = token * stride_q_token + (head * GROUP + vector) * stride_q_head
+    q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
+    if FROM_SCORES:
+        scores_ptr = source_ptr + (head * num_tokens + chunk_token) * stride_scores
+        blocks, pages = choose_blocks(
+            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
+            TOP, TOP_PAD, FEW, MANY,
+        )  # fmt: skip
+        chosen = tl.minimum(num_blocks, TOP)
+    else:
+        source_ptr += (chunk_token * heads + head) * TOP
+        blocks, pages, chosen = load_list(source_ptr, table_ptr, TOP, TOP_PAD)
+    top, total, even, odd = stream_blocks(
+        q_low, q_high,
+        k_ptr + head * stride_k_head, v_ptr + head * stride_v_head,
+        k_scale_ptr + head * stride_scale_head, v_scale_ptr + head * stride_scale_head,
+        blocks, pages, stride_k_page, stride_v_page, stride_scale_page,
+        part * chosen // PARTS, (part + 1) * chosen // PARTS, visible, score_scale,
+        STRIDE_K_TOKEN, STRIDE_V_TOKEN, M, C, TILE, PAGE, TOP_PAD,
+        OPERAND, SCALED, PAIRS, NATIVE, STAGES,
+    )  # fmt: skip
     let_next_start(PDL)
     total = tl.sum(total, 1)
     if PARTS == 1:
@@ -283,7 +296,7 @@ def attend_prefill(
     STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
-    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
+    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of query tokens of one sequence and KV head against all they see, cached or new."""
@@ -319,7 +332,8 @@ def attend_prefill(
             k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, page,
             stride_k_page, stride_v_page, stride_scale_page,
             0, whole, length, query, score_scale,
-            STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, False, STAGES,
+            STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE,
+            OPERAND, SCALED, PAIRS, NATIVE, False, STAGES,
         )  # fmt: skip
     top, total, even, odd = stream(
         q_low, q_high, top, total, even, odd,
@@ -327,7 +341,8 @@ def attend_prefill(
         tl.load(table_ptr + whole * TILE // PAGE),
         stride_k_page, stride_v_page, stride_scale_page,
         whole, tl.cdiv(length, TILE), length, position + 1 + query, score_scale,
-        STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE, OPERAND, SCALED, PAIRS, True, 1,
+        STRIDE_K_TOKEN, STRIDE_V_TOKEN, C, TILE, PAGE,
+        OPERAND, SCALED, PAIRS, NATIVE, True, 1,
     )  # fmt: skip
     let_next_start(PDL)
     total = tl.sum(total, 1)

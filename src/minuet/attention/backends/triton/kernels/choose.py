@@ -173,6 +173,15 @@ def choose_blocks(
     return blocks, pages
 
 
+@triton.jit
+def load_list(list_ptr, table_ptr, TOP: tl.constexpr, TOP_PAD: tl.constexpr):
+    """Blocks and pages [TOP_PAD] of a list of TOP entries, and how many there are."""
+    entry = tl.arange(0, TOP_PAD)
+    blocks = tl.load(list_ptr + entry, mask=entry < TOP, other=-1)
+    pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
+    return blocks, pages, tl.sum((blocks >= 0).to(tl.int32), 0)
+
+
 @triton.jit(
     do_not_specialize=[
         "stride_table", "stride_scores_head", "stride_scores_token", "query_len", "first_token",

@@ -139,6 +139,7 @@ def attend_tile(
     OPERAND: tl.constexpr,
     SCALED: tl.constexpr,
     PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr,
     ROW_MASK: tl.constexpr,
 ):
     """Take one tile of keys and values into (top, total, out).
@@ -160,7 +161,7 @@ def attend_tile(
     if SCALED:
         k_scale = tl.load(k_scale_ptr + scale_offset, mask=valid, other=0.0)
         v_scale = tl.load(v_scale_ptr + scale_offset, mask=valid, other=1.0)
-        log_v_scale = log2_of_positive(tl.maximum(v_scale, SMALLEST_SCALE), PAIRS)
+        log_v_scale = log2_of_positive(tl.maximum(v_scale, SMALLEST_SCALE), NATIVE)
         bias = tl.where(valid, log_v_scale, float("-inf"))
         scores = scores * (k_scale * score_scale)[None, :] + bias[None, :]
     else:

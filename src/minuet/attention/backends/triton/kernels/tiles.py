@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from minuet.attention.backends.triton.kernels.attend import stream_blocks
+from minuet.attention.backends.triton.kernels.choose import load_list
 from minuet.attention.backends.triton.kernels.common import (
     LOWEST,
     attend_tile,
@@ -82,6 +84,73 @@ def unite_lists(
 
 
 @triton.jit(
+    do_not_specialize=["stride_table", "first_token"],
+    do_not_specialize_on_alignment=["lists_ptr", "tiles_ptr", "table_ptr"],
+)
+def attend_rows(
+    q_ptr,  # [T, H, D]
+    out_ptr,  # [T, H, D]
+    k_ptr,  # [N, K, P, D], PAIRS: int16 view, half as wide
+    v_ptr,
+    k_scale_ptr,  # [N, K, P] FP32; SCALED only
+    v_scale_ptr,
+    lists_ptr,  # [chunk, K, TOP] int32 of unite_lists
+    tiles_ptr,  # [tiles, 4] int32: sequence, first query token, query tokens, first position
+    table_ptr,  # [sequences, pages] int32
+    stride_q_token, stride_q_head,
+    stride_k_page, stride_k_head,
+    stride_v_page, stride_v_head,
+    stride_scale_page, stride_scale_head,
+    stride_table,
+    first_token,  # of the chunk
+    score_scale,
+    STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr,
+    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Query tokens of a tile one after another, each over its own list.
+
+    A program takes every n-th of them, n being the last axis of the grid: few programs where most
+    tiles have been united and have nothing to do here. United tiles are left to ``attend_tiles``.
+    """
+    item, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    table_ptr += tl.load(tiles_ptr + item * 4).to(tl.int64) * stride_table
+    tile_token = tl.load(tiles_ptr + item * 4 + 1)
+    count = tl.load(tiles_ptr + item * 4 + 2)
+    position = tl.load(tiles_ptr + item * 4 + 3)
+    lists_ptr += ((tile_token - first_token).to(tl.int64) * heads + head) * TOP
+    wait_for_previous(PDL)
+    if tl.load(lists_ptr) >= -1:
+        vector = tl.arange(0, M)
+        real = vector < GROUP
+        for row in range(tl.program_id(2), count, tl.num_programs(2)):
+            blocks, pages, chosen = load_list(
+                lists_ptr + row * heads * TOP, table_ptr, TOP, TOP_PAD
+            )
+            offsets = (tile_token.to(tl.int64) + row) * stride_q_token
+            offsets += (head * GROUP + vector) * stride_q_head
+            q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
+            _, total, even, odd = stream_blocks(
+                q_low, q_high,
+                k_ptr + head * stride_k_head, v_ptr + head * stride_v_head,
+                k_scale_ptr + head * stride_scale_head, v_scale_ptr + head * stride_scale_head,
+                blocks, pages, stride_k_page, stride_v_page, stride_scale_page,
+                0, chosen, position + 1 + row, score_scale,
+                STRIDE_K_TOKEN, STRIDE_V_TOKEN, M, C, TILE, PAGE, TOP_PAD,
+                OPERAND, SCALED, PAIRS, NATIVE, STAGES,
+            )  # fmt: skip
+            total = tl.sum(total, 1)
+            inverse = 1.0 / tl.where(total > 0, total, 1.0)
+            store_output(
+                out_ptr, offsets, real, even * inverse[:, None], odd * inverse[:, None], C, PAIRS
+            )
+    let_next_start(PDL)
+
+
+@triton.jit(
     do_not_specialize=["first_token"],
     do_not_specialize_on_alignment=["tiles_ptr", "unions_ptr", "pages_ptr"],
 )
@@ -105,13 +174,13 @@ def attend_tiles(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, TOP: tl.constexpr, TOP_PAD: tl.constexpr,
-    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
+    OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of query tokens of one sequence and KV head over the union of their blocks.
 
     A query token that did not choose a block sees none of its tokens. Tiles whose lists were not
-    united are left to ``attend_blocks``.
+    united are left to ``attend_rows``.
     """
     item, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     tile_token = tl.load(tiles_ptr + item * 4 + 1)
@@ -166,7 +235,7 @@ def attend_tiles(
                 k_base, v_base, k_scale_base, v_scale_base,
                 within * STRIDE_K_TOKEN, within * STRIDE_V_TOKEN, within,
                 within < length - before, tl.where(chose, position + 1 + query - before, 0),
-                score_scale, C, TILE, OPERAND, SCALED, PAIRS, True,
+                score_scale, C, TILE, OPERAND, SCALED, PAIRS, NATIVE, True,
             )  # fmt: skip
         let_next_start(PDL)
         total = tl.sum(total, 1)
