@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -327,7 +328,7 @@ def candidates(which: str, tokens: int) -> Iterator[Candidate]:
         )
     else:
         rows = {512: (16, 32, 64), 2048: (32, 64, 128)}.get(tokens, (64, 128, 256))
-        grid = itertools.product(rows, (64, 128, 256), (32, 64, 128), (4, 8), (3, 4))
+        grid = itertools.product(rows, (64, 128, 256), (64, 128), (4, 8), (3, 4))
     for rows, n, c, warps, stages in grid:
         weights = n * (2 if which == "up" else 1)
         step = (weights + rows) * c * 2
@@ -385,7 +386,7 @@ def compile_one(one: Candidate) -> str:
 def compiled(todo: list[Candidate]) -> list[Candidate]:
     """Those that compile; before this process touches the device."""
     unique = list(dict.fromkeys(todo))
-    with multiprocessing.get_context("spawn").Pool(14) as workers:
+    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 2)) as workers:
         problems = dict(zip(unique, workers.map(compile_one, unique, chunksize=2), strict=True))
     for one, problem in problems.items():
         if problem:
