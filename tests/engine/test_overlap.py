@@ -272,7 +272,7 @@ def test_nothing_is_put_ahead_of_a_step_that_could_not_be_submitted():
 
 
 def test_a_row_that_is_not_finite_ends_its_request_and_drops_what_followed():
-    device = Late(sick={(1, "sick")})
+    device = Late(sick={(1, "sick"), (2, "sick")})
     core = core_on(device)
     sick = core.add("sick", [1, 2, 3, 4, 5], params(6))
     mate = core.add("mate", [1, 2, 3], params(6))

@@ -273,11 +273,11 @@ class Core:
         self.scheduler.commit(step, checked)
         changed = []
         for share, result in zip(step.scheduled, checked, strict=True):
-            if result.error:
-                self.num_nonfinite += result.error == NOT_FINITE
             live = self._find(share.request)
             if live is None:
                 continue  # ended while the step ran, or before it did
+            if result.error:
+                self.num_nonfinite += result.error == NOT_FINITE
             self._report(live, share.start, result)
             if share.request.finish_reason is not None:
                 self._settle(live)
