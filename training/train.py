@@ -393,11 +393,12 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = PLANS[args.plan]
     trainer = Trainer(plan, device, args.out)
-    trainer.log(parameters=sum(p.numel() for p in trainer.model.named.values()))
+    trainer.log(plan=args.plan, device=str(device))
     accuracy = trainer.run(args.workers, args.seconds)
     checkpoint.write(args.out / "minuet-tiny", trainer.model, trainer.config, trainer.tokenizer)
     run = {
         "plan": asdict(plan),
+        "parameters": sum(p.numel() for p in trainer.model.named.values()),
         "accuracy": accuracy,
         "seconds": round(trainer.elapsed, 1),
         "torch": torch.__version__,
