@@ -166,8 +166,8 @@ def launches(_: float) -> Iterator[dict[str, object]]:
             row["tile"] = tile
             # collecting again and again adds candidates: what reads them is timed before
             if tile == form.TUNING.draw_tile:
-                row |= compare(_with_warps(made[-1:]), 1)
-            yield row | compare(_with_warps(made[:-1]), 1)
+                row |= compare(_with_warps([made[-2]]), 1)
+            yield row | compare(_with_warps(made[:-2]), 1)
 
 
 def _with_warps(launches: list[Launch]) -> dict[str, Callable[[int], object]]:

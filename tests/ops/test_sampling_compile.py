@@ -17,8 +17,8 @@ pytestmark = pytest.mark.compile
 VOCAB, ROWS = 200_064, 64
 EVERY = (
     "greedy_parts", "greedy_rows", "draw_parts", "draw_rows", "group_maxima", "choose_pivot",
-    "collect_candidates", "draw_filtered", "mask_rows", "shape_entries", "report_chunks",
-    "report_rows", "linear_split", "linear_whole", "add_splits",
+    "collect_candidates", "draw_listed", "draw_searched", "mask_rows", "shape_entries",
+    "report_chunks", "report_rows", "linear_split", "linear_whole", "add_splits",
 )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def launches(arch: str) -> dict[str, Launch]:
         *(
             (arch, name)
             for arch in ("gfx942", "gfx950", "gfx1250")
-            for name in ("greedy_parts", "draw_parts", "draw_filtered", "linear_split")
+            for name in ("draw_parts", "draw_listed", "draw_searched", "linear_split")
         ),
     ],
 )

@@ -220,15 +220,19 @@ def filter_launches(
         {**source, **row_state, "list_ptr": listed, "TILE": tuning.draw_tile, "LIST": room},
         {"num_warps": 8},
     )
+    drawn = {**row_state, "list_ptr": listed, "tokens_ptr": tokens, "LIST": room}
     yield Launch(
-        filters.draw_filtered,
+        filters.draw_listed,
         (rows,),
-        {
-            **source, **row_state, "list_ptr": listed, "tokens_ptr": tokens,
-            "stuck_ptr": stuck.view(torch.uint8), "TILE": tuning.draw_tile, "LIST": room,
-        },
+        {**drawn, "stuck_ptr": stuck.view(torch.uint8)},
         {"num_warps": 8},
-    )  # fmt: skip
+    )
+    yield Launch(
+        filters.draw_searched,
+        (rows,),
+        {**drawn, **source, "TILE": tuning.draw_tile},
+        {"num_warps": 8},
+    )
 
 
 def report(

@@ -3,7 +3,7 @@
 The kept tokens are the first of one order, so they are usually among few candidates: those at least
 as large as a pivot. The pivot is one of the larger maxima of groups of tokens, of which many lie
 above it. If the candidates hold the end of the kept set, all is decided among them, sorted.
-Otherwise the end is searched for in the row, bit by bit: slower, as exact.
+Otherwise the end is searched for in the row, by halving: slower, as exact.
 """
 
 import triton
@@ -34,6 +34,7 @@ TOP_P_OFF = tl.constexpr(columns.TOP_P_OFF)
 UNIT = tl.constexpr(2.0**columns.WEIGHT_BITS)
 _LOWEST = tl.constexpr(-0x7F800001)  # what -inf sorts as
 _MANY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+DECIDED = tl.constexpr(-1)
 # int64 of a row's state
 COUNT, TOTAL, ALIVE, EDGES, STATE = (tl.constexpr(i) for i in (0, 1, 2, 3, 4))
 
@@ -147,129 +148,205 @@ def limit_of(total, units):
 
 
 @triton.jit
-def draw_filtered(
-    logits_ptr,  # [R, V] FP32
-    stride,
-    vocab,
+def kept_at_most(params_ptr, row, alive):
+    """Tokens that top-k keeps of those that are possible."""
+    k = tl.load(params_ptr + row * WIDTH + TOP_K).to(tl.int64)
+    return tl.where((k == 0) | (k > alive), alive, k)
+
+
+@triton.jit
+def draw_listed(
     params_ptr,
     state_ptr,  # [R, STATE] int64
     list_ptr,  # [R, LIST] int64
     tokens_ptr,  # [R] int64
     stuck_ptr,  # [R] uint8
-    TILE: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """Find the kept set of a row and draw from it."""
+    """Draw from the kept set of a row if it ends among the candidates; COUNT tells that it did."""
     row = tl.program_id(0)
     if tl.load(params_ptr + row * WIDTH + MODE) == FILTERED:
         at = state_ptr + row * STATE
         count, total, alive = tl.load(at + COUNT), tl.load(at + TOTAL), tl.load(at + ALIVE)
-        top, _ = edges(state_ptr, row)
-        inverse = parameter(params_ptr, row, INVERSE_TEMPERATURE)
-        least = parameter(params_ptr, row, MIN_P)
-        units = tl.load(params_ptr + row * WIDTH + TOP_P).to(tl.int64)
-        k = tl.load(params_ptr + row * WIDTH + TOP_K).to(tl.int64)
-        k = tl.where((k == 0) | (k > alive), alive, k)
-        # until shown otherwise: the candidates are too many, or too few
-        decided = count < 0
-        key = tl.full([LIST], NOTHING, tl.int64)
-        slot = tl.arange(0, LIST)
-        keep = slot < 0
+        k = kept_at_most(params_ptr, row, alive)
         if count <= LIST:
-            key = tl.load(
-                list_ptr + row.to(tl.int64) * LIST + slot, mask=slot < count, other=NOTHING
-            )
-            key = tl.sort(key, descending=True)
+            top, _ = edges(state_ptr, row)
+            inverse = parameter(params_ptr, row, INVERSE_TEMPERATURE)
+            slot = tl.arange(0, LIST)
+            listed = list_ptr + row.to(tl.int64) * LIST + slot
+            key = tl.sort(tl.load(listed, mask=slot < count, other=NOTHING), descending=True)
             x = number_of((key >> 32).to(tl.int32))
             share = tl.where(slot < count, share_of(x, top, inverse), 0.0)
             weight = (share * UNIT).to(tl.int64)
             if k < alive:
                 total = tl.sum(tl.where(slot < k, weight, 0), 0)
+            units = tl.load(params_ptr + row * WIDTH + TOP_P).to(tl.int64)
             before = tl.cumsum(weight, 0) - weight
             keep = (slot < tl.minimum(k, count)) & (before < limit_of(total, units))
-            keep = keep & (share >= least)
+            keep = keep & (share >= parameter(params_ptr, row, MIN_P))
             kept = tl.sum(keep.to(tl.int64), 0)
-            everything = count == alive
-            decided = everything | ((k <= count) | (k == alive)) & ((kept < count) | (k == kept))
-        if decided:
-            token = token_of(key)
-            x = number_of((key >> 32).to(tl.int32))
-            score = x * inverse + noise_of_tokens(params_ptr, row, token)
-            best = tl.max(candidate(tl.where(keep, score, NEVER), token, 0), 0)
-        else:
-            best = _draw_from_row(
-                logits_ptr + row.to(tl.int64) * stride, vocab, params_ptr, row, top, inverse,
-                least, k, alive, units, tl.load(at + TOTAL), TILE,
-            )  # fmt: skip
-        tl.store(tokens_ptr + row, tl.where(alive > 0, token_of(best), 0).to(tl.int64))
+            # the weight that top-p divides is known, and the first token that is not kept is seen
+            known = (k <= count) | (k == alive)
+            if (count == alive) | (known & ((kept < count) | (kept == k))):
+                token = token_of(key)
+                score = x * inverse + noise_of_tokens(params_ptr, row, token)
+                best = tl.max(candidate(tl.where(keep, score, NEVER), token, 0), 0)
+                tl.store(tokens_ptr + row, tl.where(alive > 0, token_of(best), 0).to(tl.int64))
+                tl.store(at + COUNT, DECIDED)
         tl.store(stuck_ptr + row, (alive == 0).to(tl.uint8))
 
 
 @triton.jit
-def _draw_from_row(
-    base, vocab, params_ptr, row, top, inverse, least, k, alive, units, total, TILE: tl.constexpr
-):  # fmt: skip
-    """The best candidate of a row whose kept set ends outside the list."""
-    k_class = tl.full([], _LOWEST, tl.int32)
-    k_id = tl.full([], 0x7FFFFFFF, tl.int32)
-    if k < alive:
-        k_class, k_id, total = _end_of(base, vocab, top, inverse, k, False, TILE)
-    p_class = tl.full([], _LOWEST, tl.int32)
-    p_id = tl.full([], 0x7FFFFFFF, tl.int32)
-    if units != TOP_P_OFF:
-        limit = limit_of(total, units)
-        p_class, p_id, total = _end_of(base, vocab, top, inverse, limit, True, TILE)
-    best = tl.full([TILE], NOTHING, tl.int64)
-    for first in range(0, vocab, TILE):
-        token = first + tl.arange(0, TILE)
-        x = tl.load(base + token, mask=token < vocab, other=NEVER)
-        order = order_of(x)
-        keep = (order > k_class) | (order == k_class) & (token <= k_id)
-        keep = keep & ((order > p_class) | (order == p_class) & (token <= p_id))
-        keep = keep & (share_of(x, top, inverse) >= least) & (x > NEVER)
-        score = x * inverse + noise_of_tile(params_ptr, row, first, TILE)
-        best = tl.maximum(best, candidate(tl.where(keep, score, NEVER), token, 0))
-    return tl.max(best, 0)
+def draw_searched(
+    logits_ptr,  # [R, V] FP32
+    stride,
+    vocab,
+    params_ptr,
+    state_ptr,  # [R, STATE] int64
+    list_ptr,  # [R, LIST] int64; written
+    tokens_ptr,  # [R] int64
+    TILE: tl.constexpr,
+    LIST: tl.constexpr,
+):
+    """Find the end of the kept set in a row, where :func:`draw_listed` did not, and draw."""
+    row = tl.program_id(0)
+    at = state_ptr + row * STATE
+    mode = tl.load(params_ptr + row * WIDTH + MODE)
+    if (mode == FILTERED) & (tl.load(at + COUNT) != DECIDED):
+        total, alive = tl.load(at + TOTAL), tl.load(at + ALIVE)
+        base = logits_ptr + row.to(tl.int64) * stride
+        room = list_ptr + row.to(tl.int64) * LIST
+        top, _ = edges(state_ptr, row)
+        inverse = parameter(params_ptr, row, INVERSE_TEMPERATURE)
+        k = kept_at_most(params_ptr, row, alive)
+        units = tl.load(params_ptr + row * WIDTH + TOP_P).to(tl.int64)
+        k_class = tl.full([], _LOWEST, tl.int32)
+        k_id = tl.full([], 0x7FFFFFFF, tl.int32)
+        if k < alive:
+            k_class, k_id, total = _end_of(
+                base, vocab, top, inverse, alive, k, room, False, TILE, LIST
+            )
+        p_class = tl.full([], _LOWEST, tl.int32)
+        p_id = tl.full([], 0x7FFFFFFF, tl.int32)
+        if units != TOP_P_OFF:
+            limit = limit_of(total, units)
+            p_class, p_id, total = _end_of(
+                base, vocab, top, inverse, alive, limit, room, True, TILE, LIST
+            )
+        least = parameter(params_ptr, row, MIN_P)
+        best = tl.full([TILE], NOTHING, tl.int64)
+        for first in range(0, vocab, TILE):
+            token = first + tl.arange(0, TILE)
+            x = tl.load(base + token, mask=token < vocab, other=NEVER)
+            order = order_of(x)
+            keep = (order > k_class) | (order == k_class) & (token <= k_id)
+            keep = keep & ((order > p_class) | (order == p_class) & (token <= p_id))
+            keep = keep & (share_of(x, top, inverse) >= least) & (x > NEVER)
+            score = x * inverse + noise_of_tile(params_ptr, row, first, TILE)
+            best = tl.maximum(best, candidate(tl.where(keep, score, NEVER), token, 0))
+        tl.store(tokens_ptr + row, token_of(tl.max(best, 0)).to(tl.int64))
 
 
 @triton.jit
-def _end_of(base, vocab, top, inverse, limit, BY_WEIGHT: tl.constexpr, TILE: tl.constexpr):
-    """Where a kept set ends: its last class of equal logits, and the last id kept of that class.
+def _end_of(
+    base, vocab, top, inverse, alive, limit, list_ptr,
+    BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr,
+):  # fmt: skip
+    """Where a kept set ends: the logit and the id of the last token kept, and the weight kept.
 
-    A token is kept while what comes before it, tokens or their weight, is below ``limit``. So the
-    last class is the lowest with less than ``limit`` above it.
-
-    Returns:
-        the class as an order, the last id kept, and the weight of all that is kept.
+    A token is kept while what comes before it, tokens or their weight, is below ``limit``. Logits
+    above which that much lies are told from others by halving what is between, until the tokens
+    between fit into the list, or are all equal.
     """
-    low = tl.full([], _LOWEST, tl.int64)
-    high = order_of(top).to(tl.int64)
-    while low < high:
-        middle = low + (high - low) // 2
+    low = order_of(_least(base, vocab, TILE)).to(tl.int64) - 1  # too much lies above it
+    high = order_of(top).to(tl.int64)  # and not above this
+    above_low, above_high = alive, alive * 0
+    while (high - low > 1) & (above_low - above_high > LIST):
+        half = number_of(low.to(tl.int32)) * 0.5 + number_of(high.to(tl.int32)) * 0.5
+        middle = order_of(half).to(tl.int64)
+        between = (middle > low) & (middle < high)
+        middle = tl.where(between, middle, low + (high - low) // 2)
         above, weight = _sums(base, vocab, top, inverse, middle.to(tl.int32), BY_WEIGHT, TILE)
         before = above
         if BY_WEIGHT:
             before = weight
         fits = before < limit
         high = tl.where(fits, middle, high)
-        low = tl.where(fits, low, middle + 1)
-    last = low.to(tl.int32)
-    above, weight = _sums(base, vocab, top, inverse, last, True, TILE)
-    each = (share_of(number_of(last), top, inverse) * UNIT).to(tl.int64)
-    # the lowest ids of the class until the limit is reached, or all of them
-    left = limit - above
-    step = tl.full([], 1, tl.int64)
+        above_high = tl.where(fits, above, above_high)
+        low = tl.where(fits, low, middle)
+        above_low = tl.where(fits, above_low, above)
+    above_high, weight_high = _sums(base, vocab, top, inverse, high.to(tl.int32), True, TILE)
+    before = above_high
     if BY_WEIGHT:
-        left = limit - weight
-        step = each
-    low_id = tl.full([], 0, tl.int32)
-    high_id = tl.zeros([], tl.int32) + vocab
-    while low_id < high_id:
-        middle_id = (low_id + high_id) // 2
-        short = _members(base, vocab, last, middle_id, TILE) * step < left
-        low_id = tl.where(short, middle_id + 1, low_id)
-        high_id = tl.where(short, high_id, middle_id)
-    return last, low_id, weight + _members(base, vocab, last, low_id, TILE) * each
+        before = weight_high
+    if above_low - above_high <= LIST:
+        tl.debug_barrier()  # whoever still reads the list
+        key = _between(base, vocab, low.to(tl.int32), high.to(tl.int32), list_ptr, TILE, LIST)
+        share = share_of(number_of((key >> 32).to(tl.int32)), top, inverse)
+        weight = tl.where(key == NOTHING, 0, (share * UNIT).to(tl.int64))
+        last = _last_kept(key, weight, low, high, limit - before, BY_WEIGHT)
+        total = weight_high + tl.sum(tl.where(key >= last, weight, 0), 0)
+        return (last >> 32).to(tl.int32), token_of(last), total
+    else:
+        equal = high.to(tl.int32)
+        each = (share_of(number_of(equal), top, inverse) * UNIT).to(tl.int64)
+        step = tl.full([], 1, tl.int64)
+        if BY_WEIGHT:
+            step = each
+        low_id = tl.full([], 0, tl.int32)
+        high_id = low_id + vocab
+        while low_id < high_id:
+            middle_id = (low_id + high_id) // 2
+            short = _members(base, vocab, equal, middle_id, TILE) * step < limit - before
+            low_id = tl.where(short, middle_id + 1, low_id)
+            high_id = tl.where(short, high_id, middle_id)
+        members = _members(base, vocab, equal, low_id, TILE)
+        return equal, low_id, weight_high + members * each
+
+
+@triton.jit
+def _last_kept(key, weight, low, high, left, BY_WEIGHT: tl.constexpr):
+    """The smallest of the keys above which less than ``left`` lies; orders are in (low, high]."""
+    too_low = low << 32
+    enough = (high + 1) << 32
+    size = tl.where(key == NOTHING, 0, 1).to(tl.int64)
+    if BY_WEIGHT:
+        size = weight
+    while enough - too_low > 1:
+        middle = too_low + (enough - too_low) // 2
+        fits = tl.sum(tl.where(key > middle, size, 0), 0) < left
+        enough = tl.where(fits, middle, enough)
+        too_low = tl.where(fits, too_low, middle)
+    return enough
+
+
+@triton.jit
+def _between(base, vocab, low, high, list_ptr, TILE: tl.constexpr, LIST: tl.constexpr):
+    """Candidates of the tokens with orders in (low, high], which fit into the list."""
+    found = tl.full([], 0, tl.int32)
+    for first in range(0, vocab, TILE):
+        token = first + tl.arange(0, TILE)
+        x = tl.load(base + token, mask=token < vocab, other=NEVER)
+        order = order_of(x)
+        chosen = (order > low) & (order <= high) & (x > NEVER)
+        flags = chosen.to(tl.int32)
+        place = found + tl.cumsum(flags, 0) - 1
+        tl.store(list_ptr + place, candidate(x, token, 0), mask=chosen & (place < LIST))
+        found += tl.sum(flags, 0)
+    tl.debug_barrier()  # other threads wrote what is read now
+    slot = tl.arange(0, LIST)
+    return tl.load(list_ptr + slot, mask=slot < found, other=NOTHING)
+
+
+@triton.jit
+def _least(base, vocab, TILE: tl.constexpr):
+    """The smallest possible logit of a row."""
+    least = tl.full([TILE], float("inf"), tl.float32)
+    for first in range(0, vocab, TILE):
+        token = first + tl.arange(0, TILE)
+        x = tl.load(base + token, mask=token < vocab, other=NEVER)
+        least = tl.minimum(least, tl.where(x > NEVER, x, float("inf")))
+    return tl.min(least, 0)
 
 
 @triton.jit
