@@ -101,3 +101,21 @@ def test_the_decision_half_imports_neither_torch_nor_a_compiler():
         env={"PYTHONPATH": str(ROOT.parent)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+# The runner of the one backend that is called past torch names torch's stream.
+_MAY_NAME_THE_DEVICE = ("platform/", "attention/backends/flydsl/calls.py")
+
+
+def test_only_the_platform_asks_whether_there_is_a_gpu():
+    found = [
+        f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if not str(path.relative_to(ROOT)).startswith(_MAY_NAME_THE_DEVICE)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda"))
+        or (isinstance(node, ast.Compare) and "'cuda'" in ast.unparse(node))
+    ]
+    assert not found

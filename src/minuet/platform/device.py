@@ -37,6 +37,11 @@ class Facility(Protocol):
 
     device: torch.device
 
+    @property
+    def compute_units(self) -> int | None:
+        """Units that run programs beside each other; None where they are not counted."""
+        ...
+
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         """Host memory that the device copies from and to without a stop of the host."""
         ...
@@ -89,6 +94,11 @@ class Host:
     def __init__(self, device: torch.device):
         self.device = device
 
+    @property
+    def compute_units(self) -> int | None:
+        """Not counted."""
+        return None
+
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         """Plain memory."""
         return torch.zeros(size, dtype=dtype)
@@ -122,6 +132,11 @@ class Gpu:
         self._pool: Any = None
         # one for all captures: libraries keep a workspace for every stream they meet
         self._stream: Any = None
+
+    @property
+    def compute_units(self) -> int | None:
+        """Multiprocessors, or compute units."""
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def staging(self, size: int, dtype: torch.dtype) -> Tensor:
         """Pinned memory."""

@@ -75,6 +75,15 @@ def device_memory_bytes(arch: Arch) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
+def device_facts(arch: Arch) -> dict[str, str]:
+    """Name, identity and toolkit of the device at hand, for records; empty on a CPU."""
+    if not arch.is_gpu:
+        return {}
+    seen = torch.cuda.get_device_properties(0)
+    toolkit = torch.version.hip or torch.version.cuda or ""
+    return {"name": seen.name, "uuid": str(seen.uuid), "toolkit": toolkit}
+
+
 # mallopt parameters of glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 

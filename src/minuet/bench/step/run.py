@@ -20,7 +20,7 @@ from minuet.models.slices import SliceSpec, write_slice
 from minuet.platform import arch as arch_table
 from minuet.platform.detect import detect
 from minuet.platform.timing import read_bandwidth
-from minuet.platform.torch import device_for
+from minuet.platform.torch import device_facts, device_for
 from minuet.settings import AUTO
 
 
@@ -120,11 +120,6 @@ def _device(engine: Engine, read_bytes_per_s: float) -> dict[str, Any]:
         "bandwidth_bytes_per_s": arch.bandwidth_bytes_per_s,
         "bandwidth_source": arch.bandwidth_source,
     }
-    if arch.is_gpu:
-        seen = torch.cuda.get_device_properties(0)
-        found |= {
-            "name": seen.name,
-            "cuda": torch.version.cuda,
-            "gpus": record.gpus(str(seen.uuid)),
-        }
+    if facts := device_facts(arch):
+        found |= facts | {"gpus": record.gpus(facts["uuid"])}
     return found

@@ -21,6 +21,7 @@ from minuet.attention.backends.triton.spec import MAX_QUERY_LEN
 from minuet.attention.backends.triton.step import Plan, Planner, StepShape
 from minuet.attention.backends.triton.writing import write
 from minuet.attention.batch import AttentionBatch, PreparedSizes
+from minuet.platform.device import facility
 from minuet.platform.triton import arch_name
 
 __all__ = [
@@ -76,9 +77,6 @@ def plan(batch: AttentionBatch, page_size: int, *, num_kv_heads: int = 8, group:
     device = batch.positions.device
     lens = set(batch.query_lens)
     query_len = lens.pop() if len(lens) == 1 else 0
-    units = _INTERPRETED_UNITS
-    if device.type == "cuda":
-        units = torch.cuda.get_device_properties(device).multi_processor_count
     shape = StepShape(
         page_size=page_size,
         num_kv_heads=num_kv_heads,
@@ -87,6 +85,6 @@ def plan(batch: AttentionBatch, page_size: int, *, num_kv_heads: int = 8, group:
         max_tokens=max(1, batch.num_tokens),
         max_length=max(1, *batch.seq_lens, 1),
         query_len=query_len if query_len <= MAX_QUERY_LEN else 0,
-        compute_units=units,
+        compute_units=facility(device).compute_units or _INTERPRETED_UNITS,
     )
     return planner(shape, device).plan(batch, page_size)

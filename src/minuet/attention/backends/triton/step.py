@@ -6,7 +6,6 @@ its tables for a step without changing an address, so a captured graph stays val
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from minuet.attention.backends.triton.tiles import (
 from minuet.attention.batch import AttentionBatch
 from minuet.attention.plan import DecodePlan, Int32Array, PlanShape
 from minuet.errors import ContractError
+from minuet.platform.device import facility
 
 SCORE_BYTES = 64 * 2**20  # score budget of one-step plans, whose caller states none
 _ITEM = 4  # fields of a work item
@@ -256,12 +256,10 @@ class Planner:
             self._place_tiles("row_tiles", self._row_tile_tokens, self._chunk_tokens)
         if not self.scores_at_once:
             self._place_tiles("score_tiles", self._score_tile_tokens, self._chunk_tokens)
-        pinned = device.type == "cuda"
         # two host copies: one is filled while the other may still be on its way
-        self._host = [
-            torch.zeros(self._size, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
-        ]
-        self._copied: list[Any] = [torch.cuda.Event() if pinned else None for _ in range(2)]
+        held = facility(device)
+        self._host = [held.staging(self._size, torch.int32) for _ in range(2)]
+        self._copied = [held.event() for _ in range(2)]
         self._tables = torch.zeros(self._size, dtype=torch.int32, device=device)
         self._views = {
             name: self._tables[first:end].view(-1, fields)
@@ -284,15 +282,13 @@ class Planner:
         self._check(batch, page_size)
         self._turn ^= 1
         host, copied = self._host[self._turn], self._copied[self._turn]
-        if copied is not None:
-            copied.synchronize()
+        copied.synchronize()
         if self.shape.query_len:
             num_tiles, chunks = 0, self._fill_decode(host.numpy(), batch)
         else:
             num_tiles, chunks = self._fill_prefill(host.numpy(), batch)
         self._tables.copy_(host, non_blocking=True)
-        if copied is not None:
-            copied.record()
+        copied.record()
         return Plan(
             target=self.target,
             shape=self.shape,
