@@ -115,15 +115,22 @@ class DecodeStream:
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
         self._tokenizer, self._skip_special = tokenizer, skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_within = False  # a character: some of its bytes have come
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this token; empty within a character."""
         if self._skip_special and token_id in self._tokenizer.special_ids:
             return ""
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        piece = self._tokenizer.token_bytes(token_id)
+        if not self._is_within and piece.isascii():  # most tokens, without the decoder's cost
+            return piece.decode("ascii")
+        text = self._decoder.decode(piece)
+        self._is_within = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """U+FFFD if the sequence ended within a character. The stream starts anew after this."""
+        self._is_within = False
         return self._decoder.decode(b"", final=True)
 
 
