@@ -22,6 +22,8 @@ OUTPUTS = {
     "write_step": ("k_ptr", "v_ptr", "k_scale_ptr", "v_scale_ptr", "index_k_ptr"),
     "merge_parts": ("out_ptr",),  # rows of one part were written before and stay
     "unite_lists": ("lists_ptr", "unions_ptr"),  # may be one
+    "attend_rows": ("out_ptr",),  # each writes the tiles that are its own
+    "attend_tiles": ("out_ptr",),
 }
 # Of that, what holds nothing before: placed as memory that was never written.
 UNDEFINED = {
@@ -32,7 +34,6 @@ UNDEFINED = {
     "attend_dense": ("out_ptr", "partial_ptr", "lse_ptr"),
     "attend_prefill": ("out_ptr",),
     "attend_blocks": ("out_ptr", "partial_ptr", "lse_ptr"),
-    "attend_tiles": ("out_ptr",),
 }
 
 
