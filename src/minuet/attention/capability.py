@@ -427,7 +427,7 @@ def missing_artefacts(capability: Capability) -> tuple[Refusal, ...]:
             "installation",
             f"no {what}",
             "a complete installation",
-            f"install minuet with what the {capability.backend} backend needs",
+            f"install what {capability.backend} needs: {', '.join(capability.requires)}",
         )
         for what in lacking
     )
