@@ -137,6 +137,7 @@ def check_shaping(form, device, vocab: int) -> None:
         dim=1,
     ).int()
     entries[7, 3] = torch.tensor(float("-inf")).view(torch.int32)
+    entries = torch.cat([entries, torch.tensor([[2, vocab, 3, 0], [4, vocab + 7, 1, 0]])]).int()
     allowed = torch.randint(-(2**31), 2**31, (2, -(-vocab // 32)), generator=generator).int()
     masked = torch.tensor([4, 1], dtype=torch.int32)
     want, got = rows.clone(), rows.clone().to(device)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minuet.errors import ContractError
 from minuet.ops.sampling import columns, reference, sizes
 from minuet.ops.sampling.philox import philox, words_of_tokens
 from tests.ops.sampling_cases import COUNTERS, Wish, lines
@@ -132,6 +133,14 @@ def test_the_scratch_of_all_launches_is_within_what_is_declared():
     total = sum(held.values())  # the logits stand for the copy that penalties change
     declared = sizes.scratch_bytes(rows, vocab, most)
     assert total <= declared <= 1.25 * total
+
+
+def test_weights_of_the_largest_vocabulary_do_not_overflow():
+    total = sizes.MAX_VOCAB << columns.WEIGHT_BITS
+    # the product that limit_of takes: the weight in units of 2 ** 16 times top-p's largest units
+    assert (total >> 16) * ((1 << columns.TOP_P_BITS) - 1) < 2**63
+    with pytest.raises(ContractError, match="vocabulary"):
+        sizes.scratch_bytes(1, sizes.MAX_VOCAB + 1, 0)
 
 
 @pytest.mark.sim

@@ -78,8 +78,10 @@ def shape(logits: Tensor, params: Tensor, entries: Tensor) -> None:
         logits: [R, V] float32; written.
         params: [R, WIDTH] int32, see :mod:`.columns`.
         entries: [N, 4] int32, each (row, token) once: row, token, twice the occurrences in the
-            output plus one if the token is in prompt or output, and the bits of the bias.
+            output plus one if the token is in prompt or output, and the bits of the bias. Tokens
+            beyond V are passed over: an end of sequence need not be in the vocabulary of a slice.
     """
+    entries = entries[entries[:, 1] < logits.shape[1]]
     rows, tokens, counts = entries[:, 0].long(), entries[:, 1].long(), entries[:, 2]
     bias = entries[:, 3].contiguous().view(torch.float32)
     repetition, presence, frequency = (

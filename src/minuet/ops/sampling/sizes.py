@@ -1,8 +1,12 @@
 """What sampling takes of a device: tiles, parts, and the bytes of its scratch. No torch."""
 
 from minuet.dtypes import DType
+from minuet.errors import ContractError
 
 # R rows, V vocabulary
+
+MAX_VOCAB = 1 << 19
+"""Weights of so many tokens can be summed up and multiplied by top-p in 64 bits."""
 
 SCAN_TILE = 4096
 """Logits a program looks at together when it looks for the largest."""
@@ -60,7 +64,12 @@ def scratch_bytes(rows: int, vocab: int, logprobs: int) -> int:
         rows: rows of the largest step.
         vocab: columns.
         logprobs: alternatives a request may ask for.
+
+    Raises:
+        ContractError: a vocabulary whose weights could overflow.
     """
+    if vocab > MAX_VOCAB:
+        raise ContractError("vocabulary to draw from", got=vocab, expected=f"<= {MAX_VOCAB}")
     shaped = vocab * DType.FP32.itemsize
     filtered = CANDIDATES * DType.INT64.itemsize + groups_of(vocab) * DType.FP32.itemsize
     parts = 2 * MAX_PARTS * DType.INT64.itemsize

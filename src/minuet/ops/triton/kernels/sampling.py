@@ -251,6 +251,7 @@ def mask_rows(
 def shape_entries(
     logits_ptr,  # [R, V] FP32; written
     stride,
+    vocab,
     params_ptr,  # [R, WIDTH] int32
     entries_ptr,  # [N, 4] int32
     num_entries,
@@ -264,6 +265,7 @@ def shape_entries(
     here = entry < num_entries
     row = tl.load(entries_ptr + entry * 4, mask=here, other=0)
     token = tl.load(entries_ptr + entry * 4 + 1, mask=here, other=0)
+    here = here & (token < vocab)
     counts = tl.load(entries_ptr + entry * 4 + 2, mask=here, other=0)
     bias = tl.load(entries_ptr + entry * 4 + 3, mask=here, other=0).to(tl.float32, bitcast=True)
     line = params_ptr + row * WIDTH
