@@ -61,10 +61,10 @@ VARIABLES = (
         "MINUET_FORCE_BACKEND",
         "force_backend",
         "",
-        "cpu, triton or flydsl, or empty",
+        "cpu, triton, flydsl or aiter, or empty",
         "force one attention backend in a process whose flags one does not control "
         "(a test run, a plugin in another engine); as `--attention-backend`, which wins over it",
-        _one_of(("", "cpu", "triton", "flydsl")),
+        _one_of(("", "cpu", "triton", "flydsl", "aiter")),
     ),
     Variable(
         "MINUET_LOG_LEVEL",

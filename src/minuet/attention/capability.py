@@ -183,7 +183,7 @@ class Capability:
 
     Attributes:
         name: the kernel's name in plans, traces and metrics: ``triton.attend``.
-        backend: ``cpu``, ``triton`` or ``flydsl``.
+        backend: ``cpu``, ``triton``, ``flydsl`` or ``aiter``.
         op: the operation it carries out.
         level: arch name to verification level; an arch that is missing is not covered.
         target: ``module:attribute`` of the launcher, imported by :meth:`load` only.
