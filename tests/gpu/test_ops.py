@@ -67,6 +67,17 @@ def test_experts_of_the_models_size_agree_with_plain_torch(slice_experts, tokens
     assert float(errors[-1 - tokens // 500]) <= on_gpu.tolerance
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(2560, 6144), (6144, 2048), (50016, 6144)])
+def test_projections_of_the_models_size_agree_with_fp32(outputs, inputs):
+    on_gpu = bench()
+    weight = torch.randn(outputs, inputs, device=device(), dtype=torch.bfloat16) * inputs**-0.5
+    for tokens in (1, 4, 16, 17, 64, 65):
+        x = on_gpu.random(tokens, inputs, seed=tokens)
+        with poisoned():
+            got = on_gpu.ops.linear(x, weight)
+        on_gpu.near(got, torch.nn.functional.linear(x.float(), weight.float()).to(x.dtype))
+
+
 def test_a_row_is_the_same_alone_and_among_others(slice_experts):
     on_gpu, experts = bench(batch_invariant=True), slice_experts
     x = on_gpu.random(700, SLICE.hidden)

@@ -10,21 +10,23 @@ from tests.ops.triton_compile import launches
 
 pytestmark = pytest.mark.compile
 
-MATRIX = ("router_logits", "experts_up", "experts_down")
+MATRIX = ("router_logits", "experts_up", "experts_down", "project")
 # sine and cosine of large angles: the library keeps a table of 2 / pi on the stack
 STACK_BYTES = {"cos_sin": 64}
 
+FEW = ("router_logits_few", "route_step", "experts_up", "experts_down", "add_norm_parts")
+MANY = ("router_logits", "route_tokens", "route_layout", "route_rows", "experts_up", "experts_down")
 STEPS = [
-    *(("sm90", 4, name) for name in (*MATRIX, "route_step", "add_norm", "add_norm_parts")),
-    *(("sm90", 4, name) for name in ("gate", "cos_sin")),
-    *(("sm90", 64, name) for name in ("route_step",)),
-    *(("sm90", 8192, name) for name in (*MATRIX, "route_tokens", "route_layout", "route_rows")),
+    *(("sm90", 4, name) for name in (*FEW, "project", "add_norm", "gate", "cos_sin")),
+    *(("sm90", 64, name) for name in ("router_logits_few", "route_place", "project")),
+    *(("sm90", 8192, name) for name in MANY),
     *(
         (arch, tokens, name)
         for arch in ("gfx942", "gfx950", "gfx1250")
         for tokens, names in (
-            (4, (*MATRIX, "route_step", "add_norm_parts", "cos_sin", "gate")),
-            (8192, ("experts_up", "route_rows")),
+            (4, (*FEW, "cos_sin", "gate")),
+            (64, ("route_place",)),
+            (8192, ("router_logits", "experts_up", "route_rows")),
         )
         for name in names
     ),

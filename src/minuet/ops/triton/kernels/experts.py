@@ -70,11 +70,16 @@ def experts_up(
     N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``act(gate, up)`` of N channels of a tile; an expert's weights are read once per tile."""
+    """``act(gate, up)`` of N channels of a tile; an expert's weights are read once per tile.
+
+    The shared expert does not wait for the routing: its tokens were there before that began. Its
+    result waits, whose memory the routing may still read.
+    """
     tiles_n: tl.constexpr = (I + N - 1) // N
     tile = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
-    wait_for_previous(PDL)
+    if tile >= shared_tiles:
+        wait_for_previous(PDL)
     if EARLY:
         let_next_start(PDL)
     expert, rows = tile_of(tile, tiles_ptr, rows_ptr, num_tokens, shared_tiles, K, SLOTS, M)
@@ -95,6 +100,8 @@ def experts_up(
             gate = tl.dot(gate_weights, x, gate)
             up = tl.dot(up_weights, x, up)
         inner = swiglu(gate, up, alpha, limit)
+        if tile < shared_tiles:
+            wait_for_previous(PDL)
         out = tile.to(tl.int64) * M + tl.arange(0, M)
         at = out_ptr + out[None, :] * I + n[:, None]
         mask = valid[None, :] & (n < I)[:, None]
