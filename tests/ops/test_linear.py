@@ -39,6 +39,12 @@ def test_operands_that_do_not_belong_together_are_refused(x, weight):
         triton_linear.invariant_linear(x, weight)
 
 
+def test_rows_with_gaps_between_their_values_are_refused():
+    x, weight = torch.zeros(2, 16).half()[:, ::2], torch.zeros(4, 8).half()
+    with pytest.raises(ContractError, match="whole rows"):
+        next(iter(triton_linear.linear_launches(x, weight, torch.zeros(2, 4).half(), "sm90")))
+
+
 def test_no_rows_give_no_rows():
     out = triton_linear.invariant_linear(torch.zeros(0, 8).half(), torch.zeros(4, 8).half())
     assert out.shape == (0, 4)

@@ -94,6 +94,8 @@ def linear_launches(
             got=f"{x.dtype} {tuple(x.shape)}, {weight.dtype} {tuple(weight.shape)}",
             expected="[T, K] and [N, K], both bfloat16 or both float16",
         )
+    if (x.stride(1), weight.stride(1)) != (1, 1):
+        raise ContractError("strides", got=(x.stride(), weight.stride()), expected="whole rows")
     if rows == 0:
         return
     tile = tile or TILES[arch]

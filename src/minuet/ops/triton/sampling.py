@@ -118,9 +118,9 @@ def shape_launch(logits: Tensor, params: Tensor, entries: Tensor) -> Launch:
         (triton.cdiv(len(entries), _ENTRY_BLOCK),),
         {
             "logits_ptr": logits, "stride": logits.stride(0), "vocab": logits.shape[1],
-            "params_ptr": params, "entries_ptr": entries, "num_entries": len(entries), "BLOCK": _ENTRY_BLOCK,
-            "REPETITION": columns.REPETITION, "PRESENCE": columns.PRESENCE,
-            "FREQUENCY": columns.FREQUENCY,
+            "params_ptr": params, "entries_ptr": entries, "num_entries": len(entries),
+            "BLOCK": _ENTRY_BLOCK, "REPETITION": columns.REPETITION,
+            "PRESENCE": columns.PRESENCE, "FREQUENCY": columns.FREQUENCY,
         },
         {"num_warps": 4},
     )  # fmt: skip
