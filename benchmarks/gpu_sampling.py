@@ -153,7 +153,7 @@ def launches(_: float) -> Iterator[dict[str, object]]:
         noisy = lines([Wish(columns.DRAW, 0.8)] * count).to(DEVICE)
         tokens = torch.zeros(count, dtype=torch.int64, device=DEVICE)
         flags = torch.zeros(count, dtype=torch.bool, device=DEVICE)
-        for tile in (1024, 2048, 4096, 8192):
+        for tile in (1024, 2048, 4096):
             tuning = form.Tuning(scan_tile=tile, draw_tile=tile)
             made = [
                 *form.greedy_launches(logits, tokens, flags, tuning),
