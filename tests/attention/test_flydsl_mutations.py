@@ -23,10 +23,9 @@ pytest.importorskip("flydsl")
 from minuet.attention.backends.flydsl import launch
 from minuet.attention.backends.flydsl.signatures import SIGNATURES
 from minuet.testing.amdgpu import SimulationError
-from tests.attention.flydsl_sim import SimRunner, compiled
+from tests.attention.flydsl_sim import ARCHS, SimRunner, compiled
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(600)]
-ARCHS = ("gfx950", "gfx1250")
 
 
 @pytest.fixture(scope="module", params=ARCHS)
