@@ -208,7 +208,7 @@ def _headline(found: dict[str, Any]) -> str:
     model, arch = found["model"], found["arch"]
     layers = ", ".join(f"{count} {kind}" for kind, count in model["layers"].items())
     return (
-        f"[bold]{_plain(model['name'])}[/]  {model['params'] / 1e9:.2f} B parameters, "
+        f"[bold]{_plain(model['name'])}[/]  {explain.human_params(model['params'])} parameters, "
         f"{layers} layers, on {arch['name']} ({_plain(arch['card'])})"
     )
 

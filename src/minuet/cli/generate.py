@@ -20,7 +20,8 @@ EXAMPLES = """examples:
 
 A prompts file has one prompt per line: text, or a JSON object with `prompt` (text or token ids) and
 any sampling field (`{"prompt": "Hi", "max_tokens": 8, "seed": 1}`), which wins over the flags.
-With --chat, a text is a user's message, and the model's chat template goes around it.
+With --chat, a text is a user's message: the model's chat template goes around it, and it is
+answered in at most 256 tokens drawn as generation_config.json says, unless flags say otherwise.
 With --json, one object per request goes to stdout, in the order of the prompts. Exit code 1 if a
 request ended with an error; the others are answered all the same.
 """
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = [prompt for prompt, _ in jobs]
     if args.chat:
         prompts = _in_template(chosen, prompts)
-    params = [_params(wanted) for _, wanted in jobs]
+    usual = _chat_defaults(chosen) if args.chat else {}
+    params = [_params({**usual, **wanted}) for _, wanted in jobs]
 
     from minuet.engine.llm import LLM
     from minuet.engine.start import start
@@ -112,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         _print(shown, jobs)
     if not args.quiet:
         announce(_totals(shown))
+        announce(_sealed(llm.engine.seal.counters()))
     return 1 if any(item["finish_reason"] == "error" for item in shown) else 0
 
 
@@ -164,6 +167,18 @@ def _in_template(chosen: Options, prompts: list[Any]) -> list[Any]:
         else prompt
         for prompt in prompts
     ]
+
+
+def _chat_defaults(chosen: Options) -> dict[str, Any]:
+    """What the server would draw with: the model's own sampling, and room for an answer."""
+    from dataclasses import asdict
+
+    from minuet.models.tokenizer import read_generation_defaults
+
+    source = options.model_of(chosen)
+    stated = asdict(read_generation_defaults(source.folder, source.spec.eos_token_ids))
+    sampling = {name: stated[name] for name in ("temperature", "top_p", "top_k")}
+    return {"max_tokens": 256, **{k: v for k, v in sampling.items() if v is not None}}
 
 
 def _ids(text: str, flag: str) -> list[int]:
@@ -273,6 +288,14 @@ def _print(shown: list[dict[str, Any]], jobs: list[tuple[Any, dict[str, Any]]]) 
             f"  ({len(item['token_ids'])} tokens, {item['finish_reason']}{ended}, "
             f"{item['cached_tokens']} of {len(item['prompt_token_ids'])} prompt tokens cached)\n"
         )
+
+
+def _sealed(counters: Any) -> str:
+    named = f" ({', '.join(counters.compiled)})" if counters.compiled else ""
+    return (
+        f"after ready: {counters.compilations} compilations{named}, "
+        f"{counters.growth_bytes} bytes of device memory taken"
+    )
 
 
 def _totals(shown: list[dict[str, Any]]) -> str:

@@ -221,13 +221,18 @@ def _roofline(plan: ExecutionPlan, batch: int, context: int, query_len: int) -> 
     }
 
 
+def human_params(count: int) -> str:
+    """A number of parameters, in millions or billions."""
+    return f"{count / 1e9:.2f} B" if count >= 10**9 else f"{count / 1e6:.2f} M"
+
+
 def summary(plan: ExecutionPlan) -> list[str]:
     """What start-up prints: at most 12 lines, of which each is true before anything is loaded."""
     config, memory, arch = plan.config, plan.memory, plan.arch
     kinds = ", ".join(f"{plan.facts.count(kind)} {kind.value}" for kind in plan.layouts)
     of_budget = f" of {human_bytes(memory.budget_bytes)}" if memory.budget_bytes else ""
     lines = [
-        f"{plan.facts.name}: {plan.facts.params / 1e9:.1f} B parameters, {kinds} layers",
+        f"{plan.facts.name}: {human_params(plan.facts.params)} parameters, {kinds} layers",
         f"arch {arch.name} ({arch.card}), {config.tensor_parallel_size} rank(s), "
         f"compute {config.dtype}, KV {config.kv_cache_dtype}, "
         f"index keys {config.index_kv_cache_dtype}",
