@@ -10,6 +10,7 @@ import minuet
 from minuet.errors import ConfigError, MinuetError
 from minuet.evals import catalog, entries
 from minuet.evals.compare import compare
+from minuet.evals.logits import Divergence
 from minuet.evals.records import Answer, Records, Run
 from minuet.evals.run import Report
 
@@ -29,6 +30,17 @@ PAIR = {
     "against": "good",
     "flags": {"kv-cache-dtype": "fp8"},
     "p_at_least": 0.05,
+}
+LOGITS = {
+    "type": "logits",
+    "name": "logits",
+    "summary": "The same under FP8",
+    "model": "m",
+    "task": "arithmetic",
+    "count": 2,
+    "change": {"kv-cache-dtype": "fp8"},
+    "kl_mean_at_most": 0.01,
+    "same_top_at_least": 0.99,
 }
 BENCH = {
     "type": "benchmark",
@@ -59,7 +71,7 @@ def test_the_catalog_is_part_of_the_package():
 
 
 def test_good_entries_have_no_faults(tmp_path):
-    assert catalog.check(folder_of(tmp_path, GOOD, PAIR, BENCH)) == {}
+    assert catalog.check(folder_of(tmp_path, GOOD, PAIR, LOGITS, BENCH)) == {}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +97,12 @@ def test_good_entries_have_no_faults(tmp_path):
         (PAIR, {"p_at_least": None}, "either"),
         (PAIR, {"identical": True}, "either"),
         (PAIR, {"p_at_least": 1.0}, "no probability that can be missed"),
+        (LOGITS, {"task": "gsm8k"}, "no task"),
+        (LOGITS, {"count": 0}, "asks nothing"),
+        (LOGITS, {"change": {}}, "the same"),
+        (LOGITS, {"change": {"kv": 1}}, "no flag --kv"),
+        (LOGITS, {"same_top_at_least": 0.0}, "can be missed"),
+        (LOGITS, {"kl_mean_at_most": 0.0}, "above 0"),
         (BENCH, {"command": ["step", "m"]}, "no {out}"),
         (BENCH, {"at_most": None}, "no threshold"),
     ],
@@ -100,7 +118,7 @@ def test_each_fault_is_found_and_named(tmp_path, base, change, named):
     ("text", "named"),
     [
         ("[{", "truncated"),
-        (json.dumps([{**GOOD, "treshold": 0.9}]), "treshold"),
+        (json.dumps([{**GOOD, "minimum": 0.9}]), "minimum"),
         (json.dumps([{k: v for k, v in GOOD.items() if k != "at_least"}]), "at_least"),
         (json.dumps([{**GOOD, "at_least": "0.9"}]), "at_least"),
         (json.dumps([{**GOOD, "type": "feeling"}]), "feeling"),
@@ -184,6 +202,14 @@ def test_identical_means_every_answer(tmp_path):
 
 def test_questions_that_one_run_did_not_answer_fail_a_pair(tmp_path):
     assert not judged(tmp_path, PAIR, report(20), report(19, errors=1)).passed
+
+
+@pytest.mark.parametrize(
+    ("kl", "same", "passes"), [(0.01, 0.99, True), (0.011, 1.0, False), (0.0, 0.98, False)]
+)
+def test_distributions_must_be_close_in_both_measures(kl, same, passes):
+    found = Divergence(10, kl, 1.0, same, 0.0, (1.0, 1.0))
+    assert entries.judge_logits(entry(LOGITS), found).passed is passes
 
 
 @pytest.mark.parametrize(("us", "passes"), [(99.0, True), (100.0, True), (100.5, False)])

@@ -254,6 +254,7 @@ def _catalog(args: argparse.Namespace) -> int:
 def _entry(args: argparse.Namespace) -> int:
     from minuet.evals import catalog, entries, show
     from minuet.evals.compare import Comparison
+    from minuet.evals.logits import Divergence
     from minuet.evals.run import Report
 
     folder = args.catalog or catalog.FOLDER
@@ -267,6 +268,8 @@ def _entry(args: argparse.Namespace) -> int:
             _write(show.report(detail, str(_out(args, entry.name))))
         elif isinstance(detail, Comparison):
             _write(show.comparison(detail, _SHOWN))
+        elif isinstance(detail, Divergence):
+            _write(show.divergences([("all tokens", detail)]))
         _write([f"{'passed' if outcome.passed else 'FAILED'}  {entry.name}: {outcome.said}"])
     return 0 if outcome.passed else 1
 

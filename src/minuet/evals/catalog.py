@@ -1,10 +1,11 @@
 """The catalog: what is to be evaluated, and the only home of thresholds.
 
-``catalog/*.json`` hold lists of entries, of three kinds:
+``catalog/*.json`` hold lists of entries, of four kinds:
 
 * :class:`Accuracy`: a task on a model, and the score it must reach;
 * :class:`Paired`: the same questions again under other flags, which must lose nothing that chance
   does not explain, or change no answer at all;
+* :class:`Logits`: the same tokens under other flags, whose distributions must stay close;
 * :class:`Benchmark`: a command of ``minuet bench`` and the figure it must reach.
 
 The folder is part of the package, so that an installed wheel has it. :func:`check` holds every
@@ -102,6 +103,36 @@ class Paired(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="paire
     archs: tuple[str, ...] = (ANY,)
 
 
+class Logits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="logits", kw_only=True):
+    """The distributions over the tokens of a task's texts, under two sets of flags.
+
+    Attributes:
+        name: how ``--entry`` finds it; unique.
+        summary: what it shows, in one sentence.
+        model: what ``minuet serve`` is given.
+        task: whose questions with their right answers are the texts.
+        count: texts.
+        change: flags of the second server, on top of ``flags``.
+        kl_mean_at_most: nats per token; see :mod:`minuet.evals.logits`.
+        same_top_at_least: share of tokens with the same most likely successor.
+        flags: of ``minuet serve``, without the dashes.
+        options: of the task.
+        archs: where it is meant to run.
+    """
+
+    name: str
+    summary: str
+    model: str
+    task: str
+    count: int
+    change: dict[str, str | int | bool]
+    kl_mean_at_most: float
+    same_top_at_least: float
+    flags: dict[str, str | int | bool] = {}
+    options: dict[str, Any] = {}
+    archs: tuple[str, ...] = (ANY,)
+
+
 class Benchmark(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="benchmark", kw_only=True
 ):
@@ -133,7 +164,7 @@ class Benchmark(
     baseline: Baseline | None = None
 
 
-Entry = Accuracy | Paired | Benchmark
+Entry = Accuracy | Paired | Logits | Benchmark
 
 
 def load(folder: Path = FOLDER) -> dict[str, Entry]:
@@ -207,6 +238,8 @@ def _faults(entry: Entry, entries: Mapping[str, Entry]) -> Iterator[str]:
     yield from _flag_faults(entry.flags)
     if isinstance(entry, Paired):
         yield from _paired_faults(entry, entries)
+    elif isinstance(entry, Logits):
+        yield from _logits_faults(entry)
     else:
         yield from _accuracy_faults(entry)
 
@@ -233,19 +266,33 @@ def _accuracy_faults(entry: Accuracy) -> Iterator[str]:
         if entry.metric not in gsm8k.grade("", ""):
             yield f"no metric {entry.metric!r}"
         return
+    yield from _task_faults(entry)
+    if entry.metric != CORRECT:
+        yield f"no metric {entry.metric!r}"
+
+
+def _task_faults(entry: Accuracy | Logits) -> Iterator[str]:
     if entry.task not in tasks.TASKS:
         yield f"no task {entry.task!r}"
         return
-    if entry.metric != CORRECT:
-        yield f"no metric {entry.metric!r}"
+    if entry.count < 1:
+        yield "asks nothing"
     try:
         # makes them all: a task may run out of held-out problems
-        asked = generated(entry.task, count=entry.count, **{"seed": 0, **entry.options}).questions
+        generated(entry.task, count=entry.count, **{"seed": 0, **entry.options})
     except MinuetError as problem:
         yield str(problem)
-        return
-    if len(asked) < 1:
-        yield "asks nothing"
+
+
+def _logits_faults(entry: Logits) -> Iterator[str]:
+    yield from _task_faults(entry)
+    yield from _flag_faults(entry.change)
+    if not entry.change:
+        yield "no change: the two servers would be the same"
+    if not 0.0 < entry.same_top_at_least <= 1.0:
+        yield f"same_top_at_least {entry.same_top_at_least} is no share that can be missed"
+    if entry.kl_mean_at_most <= 0.0:
+        yield "kl_mean_at_most must be above 0"
 
 
 def _paired_faults(entry: Paired, entries: Mapping[str, Entry]) -> Iterator[str]:

@@ -14,10 +14,11 @@ from typing import Any
 from minuet.errors import ConfigError, MinuetError
 from minuet.evals import questions
 from minuet.evals.api import Server
-from minuet.evals.catalog import FOLDER, Accuracy, Benchmark, Entry, Paired, accuracy
+from minuet.evals.catalog import FOLDER, Accuracy, Benchmark, Entry, Logits, Paired, accuracy
 from minuet.evals.compare import Comparison, compare
+from minuet.evals.logits import TOP, Divergence, as_run, divergence, score_all
 from minuet.evals.questions import Task
-from minuet.evals.records import Records, Run
+from minuet.evals.records import Records, Run, Scored
 from minuet.evals.run import Report, Sampling, ask_all, describe
 from minuet.evals.serving import serving, weights_of
 
@@ -61,13 +62,13 @@ class Outcome:
         entry: which.
         passed: whether its threshold is met.
         said: the verdict in one line.
-        detail: scores, the comparison, or what a benchmark recorded.
+        detail: scores, a comparison, or what a benchmark recorded.
     """
 
     entry: Entry
     passed: bool
     said: str
-    detail: Report | Comparison | dict[str, Any]
+    detail: Report | Comparison | Divergence | dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
         """The verdict and what it rests on."""
@@ -102,10 +103,13 @@ def run_entry(entry: Entry, means: Means, folder: Path = FOLDER) -> Outcome:
             got="--base-url",
             expected="none: each server is started with its own flags",
         )
+    if isinstance(entry, Logits):
+        first, second = (_score(entry, flags, means) for flags in (entry.flags, _changed(entry)))
+        return judge_logits(entry, divergence(first, second))
     base = accuracy(entry.against, folder)
-    records, first = _ask(base, base.flags, means)
-    _, second = _ask(base, {**base.flags, **entry.flags}, means)
-    return judge_paired(entry, compare((records, first.run), (Records(means.out), second.run)))
+    records, report = _ask(base, base.flags, means)
+    _, other = _ask(base, {**base.flags, **entry.flags}, means)
+    return judge_paired(entry, compare((records, report.run), (Records(means.out), other.run)))
 
 
 def judge_accuracy(entry: Accuracy, report: Report) -> Outcome:
@@ -136,6 +140,16 @@ def judge_paired(entry: Paired, comparison: Comparison) -> Outcome:
     if not whole:
         said += f"; {comparison.unpaired} questions were answered by one run only"
     return Outcome(entry, passed and whole, said, comparison)
+
+
+def judge_logits(entry: Logits, found: Divergence) -> Outcome:
+    """Whether two servers' distributions are as close as the entry wants."""
+    passed = found.kl_mean <= entry.kl_mean_at_most and found.same_top >= entry.same_top_at_least
+    said = (
+        f"KL {found.kl_mean:.3e} nats, at most {entry.kl_mean_at_most:g}; "
+        f"same top token {found.same_top:.4f}, at least {entry.same_top_at_least}"
+    )
+    return Outcome(entry, passed, said, found)
 
 
 def judge_benchmark(entry: Benchmark, record: dict[str, Any]) -> Outcome:
@@ -226,6 +240,24 @@ def server_for(means: Means, model: str, flags: Mapping[str, str | int | bool]) 
         Server(url, means.api_key, connections=means.concurrency, weights=weights) as server,
     ):
         yield server
+
+
+def _changed(entry: Logits) -> dict[str, str | int | bool]:
+    return {**entry.flags, **entry.change}
+
+
+def _score(entry: Logits, flags: Mapping[str, str | int | bool], means: Means) -> list[Scored]:
+    options = dict(entry.options)
+    count = entry.count if means.limit is None else min(means.limit, entry.count)
+    task = questions.generated(entry.task, seed=options.pop("seed", 0), count=count, **options)
+    records = Records(means.out)
+    with server_for(means, means.model or entry.model, flags) as server:
+        run = as_run(describe(task, server, Sampling()), TOP)
+        found = score_all(task, server, run, records, top=TOP, progress=means.progress)
+    for text in found:
+        if text.error:
+            raise MinuetError(f"{text.id} was not scored: {text.error}")
+    return found
 
 
 def _ask(

@@ -22,6 +22,7 @@ from minuet.evals.questions import Question, Task
 from minuet.evals.records import Records, Run, Scored, key_of
 
 METRIC = "logits"
+TOP = 20  # alternatives per token: what servers allow unless told otherwise
 _LEAST = 1e-9  # of the class of all other tokens: log-probabilities come rounded
 _DIGITS = 6
 

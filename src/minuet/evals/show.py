@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from minuet.evals.catalog import Accuracy, Benchmark, Entry, Paired
+from minuet.evals.catalog import Accuracy, Benchmark, Entry, Logits, Paired
 from minuet.evals.compare import Comparison
 from minuet.evals.logits import Divergence
 from minuet.evals.records import Answer
@@ -145,6 +145,8 @@ def entries(found: Iterable[Entry]) -> Iterator[str]:
                 rule = f"answers equal those of {entry.against}"
             case Paired():
                 rule = f"p >= {entry.p_at_least} against {entry.against}"
+            case Logits():
+                rule = f"KL <= {entry.kl_mean_at_most:g}, same top >= {entry.same_top_at_least}"
             case Benchmark():
                 bounds = [f">= {entry.at_least}"] if entry.at_least is not None else []
                 bounds += [f"<= {entry.at_most}"] if entry.at_most is not None else []
