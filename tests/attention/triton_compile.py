@@ -140,6 +140,8 @@ def _nvidia_tool(name: str, flag: str, cubin: bytes) -> str:
 
 # --- representative launches ---------------------------------------------------------------------
 
+_PREFILL_TOKENS = 256  # fills every tile
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -188,7 +190,9 @@ def launches(shape: Shape, arch: str) -> dict[str, Launch]:
     made["score_blocks"] = selecting.score_launch(index_q, cache, plan, values)
     scores = selecting.Scores(values, selection)
     made["attend_blocks"] = next(attending.attend_launches(q, q, cache, plan, scores, 0.1))
-    ragged = _plan(replace(sizes, query_len=0, max_seqs=tokens), target, 0)
+    tokens = _PREFILL_TOKENS
+    ragged = _plan(replace(sizes, query_len=0, max_seqs=1, max_tokens=tokens), target, tokens)
+    q, index_q = _empty(tokens, shape.heads, shape.dim), _empty(tokens, shape.kv_heads, 128)
     made["attend_prefill"] = next(attending.attend_launches(q, q, cache, ragged, None, 0.1))
     deferred = selecting.Deferred(index_q, cache, selection)
     names = "score_tiles", "list_blocks", "unite_lists", "attend_rows", "attend_tiles"

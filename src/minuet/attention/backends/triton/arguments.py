@@ -12,6 +12,7 @@ from minuet.kv.cache import LayerCache
 from minuet.kv.layout import LaneName
 from minuet.platform.triton import arch_name
 
+NARROWEST = 16  # rows of a matrix instruction
 _OPERANDS = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
 OPERAND_OF = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 

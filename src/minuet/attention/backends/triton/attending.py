@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minuet.attention.backends.triton.arguments import (
+    NARROWEST,
     operand_of,
     options_of,
     paired,
@@ -30,7 +31,6 @@ from minuet.platform.triton import Launch
 
 Blocks = Scores | Deferred | Tensor | None
 
-_NARROWEST = 16  # rows of a matrix instruction
 _WIDE = 32  # query vectors from which ``config.Target.wide`` applies
 _MOST_ACROSS_PAGES = 64  # tokens
 _ROW_PROGRAMS_PER_UNIT = 8
@@ -131,7 +131,7 @@ def _dense_launches(
         query_len=query_len,
         GROUP=group,
         GROUP_PAD=group_pad,
-        M=max(_NARROWEST, vectors),
+        M=max(NARROWEST, vectors),
         ROW_MASK=query_len > 1,
         PLAN_TILE=SPLIT.tile_tokens,
     )
@@ -154,7 +154,7 @@ def _prefill_launch(q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale
         tiles_ptr=plan.tables["tiles"],
         GROUP=group,
         GROUP_PAD=group_pad,
-        M=max(_NARROWEST, plan.tile_tokens * group_pad),
+        M=max(NARROWEST, plan.tile_tokens * group_pad),
     )
     grid = (plan.num_tiles, cache.layout.num_kv_heads)
     return Launch(attend_kernels.attend_prefill, grid, args, options_of(target, tuning))
@@ -198,7 +198,7 @@ def _blocks_launches(
         init_blocks=selection.init_blocks,
         local_blocks=selection.local_blocks,
         GROUP=group,
-        M=max(_NARROWEST, power_of_2(group)),
+        M=max(NARROWEST, power_of_2(group)),
         TOP=top,
         TOP_PAD=power_of_2(top),
         PARTS=parts,
@@ -258,7 +258,7 @@ def _rows_launch(
         tiles_ptr=records,
         first_token=chunk.first,
         GROUP=group,
-        M=max(_NARROWEST, power_of_2(group)),
+        M=max(NARROWEST, power_of_2(group)),
         TOP=top,
         TOP_PAD=power_of_2(top),
     )
@@ -293,7 +293,7 @@ def _tiles_launch(
         first_token=chunk.first,
         GROUP=group,
         GROUP_PAD=group_pad,
-        M=max(_NARROWEST, plan.row_tile_tokens * group_pad),
+        M=max(NARROWEST, plan.row_tile_tokens * group_pad),
         TOKENS=plan.row_tile_tokens,
         TOP=top,
         TOP_PAD=power_of_2(top),

@@ -152,7 +152,7 @@ _NVIDIA = Target(
 )
 
 # Ampere: no FP8, no programmatic dependent launch; 163 KiB of shared memory.
-_SM80 = replace(_NVIDIA, pairs=False, pdl=False)
+_SM80 = replace(_NVIDIA, pairs=False, pdl=False, tiles=Tuning(64, 8, 3))
 
 # 99 KiB of shared memory: shallower pipelines.
 _SM120 = replace(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minuet.attention.backends.triton.arguments import (
+    NARROWEST,
     operand_of,
     options_of,
     paired,
@@ -122,7 +123,9 @@ def score_launch(
 ) -> Launch:
     """Scores of a decode step (no chunk), or of a chunk of query tiles."""
     target, heads = plan.target, index_q.shape[1]
-    index_k, pairs = paired(cache.index_k, target)
+    index_k, pairs = cache.index_k, False
+    if chunk is None:  # wide matrix instructions take keys from shared memory, converted whole
+        index_k, pairs = paired(index_k, target)
     heads_pad = power_of_2(heads)
     if chunk is None:
         tuning, items = target.score, plan.tables["score_work"]
@@ -152,7 +155,7 @@ def score_launch(
         first_score=0 if chunk is None else chunk.first,
         HEADS=heads,
         HEADS_PAD=heads_pad,
-        M=max(target.min_columns, vectors),
+        M=max(target.min_columns if chunk is None else NARROWEST, vectors),
         I=index_q.shape[2],
         C=index_k.shape[2],
         PAGE=cache.layout.page_size,

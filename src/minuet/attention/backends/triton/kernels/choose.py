@@ -256,11 +256,21 @@ def score_blocks(
                 + channel[None, :],
                 valid[:, None], OPERAND, PAIRS,
             )  # fmt: skip
-            products = tl.dot(k_low, tl.trans(q_low))
-            if PAIRS:
-                products = tl.dot(k_high, tl.trans(q_high), products)
-            products = tl.where(token[:, None] < row_end[None, :], products, float("-inf"))
-            tl.store(score_at + block, tl.max(products, 0), mask=real)
+            # the maximum is over tokens: with many queries they go along a thread's registers, with
+            # few the keys fill the rows of a matrix instruction
+            if RAGGED:
+                products = tl.dot(q_low, tl.trans(k_low))
+                if PAIRS:
+                    products = tl.dot(q_high, tl.trans(k_high), products)
+                products = tl.where(token[None, :] < row_end[:, None], products, float("-inf"))
+                best = tl.max(products, 1)
+            else:
+                products = tl.dot(k_low, tl.trans(q_low))
+                if PAIRS:
+                    products = tl.dot(k_high, tl.trans(q_high), products)
+                products = tl.where(token[:, None] < row_end[None, :], products, float("-inf"))
+                best = tl.max(products, 0)
+            tl.store(score_at + block, best, mask=real)
             page = ahead
         let_next_start(PDL)
 
