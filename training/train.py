@@ -213,7 +213,7 @@ class Trainer:
         self.optimizer = _optimizer(self.model)
         # evaluation has many lengths, each of which the fused form would compile for
         self._selected = "fused" if device.type == "cuda" else "masked"
-        self._log = (out / "log.jsonl").open("w", encoding="utf-8")
+        (out / "log.jsonl").write_text("", encoding="utf-8")
         self._began = time.perf_counter()
         self._held_out: dict[str, list[tuple[list[int], list[int]]]] = {}
 
@@ -257,8 +257,8 @@ class Trainer:
     def log(self, **values: Any) -> None:
         """Append a line, and show it."""
         line = json.dumps({**values, "seconds": round(self.elapsed, 1)})
-        self._log.write(line + "\n")
-        self._log.flush()
+        with (self.out / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
         print(line, flush=True)
 
     def _step(self, number: int, stage: Stage, batches: list[Batch]) -> dict[str, Tensor]:
