@@ -143,6 +143,18 @@ def test_the_check_fails_with_the_faults(there, capsys):
     assert "p: against 'x', which is no accuracy entry" in capsys.readouterr().err
 
 
+def test_a_running_server_takes_no_flags_of_the_engine(fake, there, capsys):
+    assert ask(fake, "arithmetic", "--kv-cache-dtype", "fp8") == 2
+    assert "--kv-cache-dtype fp8" in capsys.readouterr().err
+    assert fake.bodies == []
+
+
+def test_a_model_that_a_running_server_has_not_is_named(fake, there, capsys):
+    assert ask(fake, "arithmetic", "fake", "--limit", "1") == 0
+    assert ask(fake, "arithmetic", "other") == 1
+    assert "serves fake, not other" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

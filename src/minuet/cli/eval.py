@@ -87,7 +87,7 @@ def _add_asking(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--base-url",
         metavar="URL",
-        help="ask this server; none: start `minuet serve` for as long as it takes",
+        help="ask this server, for MODEL or its first; none: start `minuet serve` meanwhile",
     )
     group.add_argument("--api-key", metavar="KEY", help="bearer token for it")
     group.add_argument(
@@ -357,7 +357,15 @@ def _sampling(args: argparse.Namespace) -> "Sampling":
 def _means(args: argparse.Namespace, name: str) -> "Means":
     from minuet.evals.entries import Means
 
-    quiet = getattr(args, "quiet", False)
+    quiet, base_url = getattr(args, "quiet", False), getattr(args, "base_url", "")
+    words = _serve_words(args)
+    if base_url and words:
+        raise ConfigError(
+            "a server that runs already takes no flags",
+            got=" ".join(words),
+            expected="none",
+            remedy="leave them out, or leave out --base-url to have a server started with them",
+        )
 
     def announce(line: str) -> None:
         if not quiet:
@@ -366,10 +374,10 @@ def _means(args: argparse.Namespace, name: str) -> "Means":
     return Means(
         out=_out(args, name),
         announce=announce,
-        base_url=getattr(args, "base_url", ""),
+        base_url=base_url,
         api_key=getattr(args, "api_key", ""),
-        words=_serve_words(args),
-        model=getattr(args, "model", None) or "",
+        words=words,
+        model=getattr(args, "model", None) or getattr(args, "model_name", None) or "",
         data=getattr(args, "data", None),
         fewshot_data=getattr(args, "fewshot_data", None),
         limit=getattr(args, "limit", None),

@@ -59,13 +59,15 @@ class Server:
         timeout_s: for one answer.
         connections: requests in flight at most.
         weights: names the content of the checkpoint that it serves, where that is known.
+        wanted: name of the model to ask; empty: the first that is served.
     """
 
     base_url: str
     api_key: str = ""
-    timeout_s: float = 600.0
+    timeout_s: float = 1800.0
     connections: int = 64
     weights: str = ""
+    wanted: str = ""
     _http: httpx.Client = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,15 +97,16 @@ class Server:
         self.close()
 
     def model(self) -> str:
-        """The name of the first model served.
+        """The name to ask for.
 
         Raises:
-            ServerError: nothing there, or no model.
+            ServerError: nothing there, or it serves no such model.
         """
-        names = [item["id"] for item in self.get("/v1/models").get("data", [])]
-        if not names:
-            raise ServerError(f"{self.base_url} serves no model")
-        return str(names[0])
+        names = [str(item["id"]) for item in self.get("/v1/models").get("data", [])]
+        if not names or self.wanted not in ("", *names):
+            served = ", ".join(names) or "no model"
+            raise ServerError(f"{self.base_url} serves {served}, not {self.wanted or 'any'}")
+        return self.wanted or names[0]
 
     def settings(self) -> dict[str, str]:
         """The settings a Minuet server resolved, by name; empty for servers of others."""

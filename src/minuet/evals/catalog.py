@@ -194,7 +194,7 @@ def find(name: str, folder: Path = FOLDER) -> Entry:
     """
     entries = load(folder)
     if name not in entries:
-        raise ConfigError("no such entry", got=name, remedy="`minuet eval --list` shows them")
+        raise ConfigError(f"no entry {name!r}", remedy="`minuet eval --list` shows them")
     return entries[name]
 
 

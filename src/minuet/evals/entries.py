@@ -33,7 +33,7 @@ class Means:
         base_url: a server that runs already; empty: one is started for each set of flags.
         api_key: bearer token for it.
         words: flags of ``minuet serve`` after the entry's own, which they replace.
-        model: instead of the entry's; empty: the entry's.
+        model: instead of the entry's; empty: the entry's, or the first that a running server has.
         data: of tasks that need a file.
         fewshot_data: likewise, for the examples.
         limit: ask the first questions only; None: all.
@@ -231,7 +231,11 @@ def server_for(means: Means, model: str, flags: Mapping[str, str | int | bool]) 
         MinuetError: it does not start.
     """
     if means.base_url:
-        with Server(means.base_url, means.api_key, connections=means.concurrency) as server:
+        if flags:
+            means.announce(f"not applied to a running server: {' '.join(flag_words(flags))}")
+        with Server(
+            means.base_url, means.api_key, connections=means.concurrency, wanted=means.model
+        ) as server:
             yield server
         return
     weights = weights_of(model)  # an unknown model is refused before a process is started

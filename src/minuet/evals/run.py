@@ -236,8 +236,10 @@ class _Asking:
     def __enter__(self) -> "_Asking":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)  # after Ctrl-C the others are not sent
+    def __exit__(self, problem: type[BaseException] | None, *_: object) -> None:
+        if problem is not None:
+            self._server.close()  # after Ctrl-C: those in flight end, the others are not sent
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def answers(self, chains: Sequence[Sequence[Question]]) -> Iterator[Answer]:
         """Each as it comes."""

@@ -31,7 +31,7 @@ from minuet.config import Options
 from minuet.engine.llm import LLM
 from minuet.engine.start import Engine, start
 from minuet.engine.types import SamplingParams
-from minuet.errors import ConfigError
+from minuet.errors import ConfigError, ContractError
 from minuet.evals import tasks
 from minuet.kv.cache import LayerCache
 from minuet.server import template
@@ -178,7 +178,7 @@ class Watcher:
         assert batch is not None
         assert selection is not None
         if len(batch.seq_lens) != 1:
-            raise ConfigError("the audit runs one text at a time", got=len(batch.seq_lens))
+            raise ContractError("sequences of a step", got=len(batch.seq_lens), expected="one")
         block = cache.layout.page_size
         positions = batch.positions.tolist()
         rows = [
