@@ -190,13 +190,16 @@ def _choice(
 _SECONDS = "seconds"
 _COUNT, _BYTES = "a count (8k = 8,000, 8K = 8,192)", "bytes (512MiB, 4GiB, 1GB)"
 
+DEFAULT_MODEL = "minuet-tiny"
+"""The trained model that ships with the package: what runs where nobody names another."""
+
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "model",
         ("--model",),
         _parse_text,
-        "",
-        "a checkpoint folder, a config.json, or a preset name",
+        DEFAULT_MODEL,
+        "a checkpoint folder, a config.json, or the name of a bundled model or a preset",
         "what to serve; also accepted as the first positional argument",
         "model",
     ),

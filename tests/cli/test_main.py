@@ -11,8 +11,8 @@ from minuet.cli import COMMANDS, Parser, main
 from minuet.cli import options as cli_options
 from minuet.config import Source
 from minuet.errors import ConfigError
-from minuet.models.registry import preset_names
-from minuet.settings import SETTINGS
+from minuet.models.registry import names
+from minuet.settings import DEFAULT_MODEL, SETTINGS
 
 
 def error(capsys, *words: str) -> str:
@@ -62,9 +62,14 @@ def test_an_unknown_command_names_the_nearest_one(capsys):
     assert "did you mean `minuet explain`?" in error(capsys, "expla")
 
 
-def test_no_model_and_no_such_model_say_how_to_name_one(capsys):
-    assert preset_names()[0] in error(capsys, "explain")
-    assert "no such model" in error(capsys, "explain", "nowhere")
+def test_no_model_is_the_bundled_one_and_no_such_model_says_how_to_name_one(capsys):
+    assert main(["explain", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert settings[0]["name"] == "model"
+    assert (settings[0]["value"], settings[0]["source"]) == (DEFAULT_MODEL, "default")
+    said = error(capsys, "explain", "nowhere")
+    assert "no such model" in said
+    assert all(name in said for name in names())
     assert "two models" in error(capsys, "explain", "a", "--model", "b")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from minuet.config import Options, read_options
 from minuet.errors import ConfigError
-from minuet.models.registry import ModelSource, find, preset_names
+from minuet.models.registry import ModelSource, find, names
 from minuet.platform import arch as arch_table
 from minuet.platform.arch import Arch
 from minuet.settings import AUTO, SETTINGS, Setting
@@ -27,7 +27,7 @@ def add_settings(parser: argparse.ArgumentParser, *, server: bool = False) -> No
         "model_name",
         metavar="MODEL",
         nargs="?",
-        help="a checkpoint folder, a config.json, or a preset: " + ", ".join(preset_names()),
+        help="a checkpoint folder, a config.json, or a name: " + ", ".join(names()),
     )
     parser.add_argument(
         "--config",
@@ -66,8 +66,6 @@ def describe_default(setting: Setting) -> str:
     """What happens without the flag, for people."""
     if setting.is_switch:
         return f"Default: {'on' if setting.default else 'off'}"
-    if setting.name == "model":
-        return "Required"
     accepts = "" if setting.choices else f"; accepts {setting.accepts}"
     default = "none" if setting.default in ("", ()) else setting.default
     return f"Default: {default}{accepts}"
@@ -77,7 +75,7 @@ def read(args: argparse.Namespace) -> Options:
     """The options of a parsed command line, the settings file and the environment.
 
     Raises:
-        ConfigError: a value that is not accepted, an unreadable file, or no model.
+        ConfigError: a value that is not accepted, an unreadable file, or two models.
     """
     flags = {setting.name: getattr(args, setting.name, None) for setting in SETTINGS}
     if args.model_name is not None:
@@ -86,13 +84,7 @@ def read(args: argparse.Namespace) -> Options:
                 "two models", got=[args.model_name, flags["model"]], expected="MODEL or --model"
             )
         flags["model"] = args.model_name
-    options = read_options(flags, args.config)
-    if not options["model"]:
-        raise ConfigError(
-            "no model named",
-            remedy="name a folder, a config.json or a preset: " + ", ".join(preset_names()),
-        )
-    return options
+    return read_options(flags, args.config)
 
 
 def model_of(options: Options) -> ModelSource:

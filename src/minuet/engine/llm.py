@@ -11,6 +11,7 @@ from minuet.engine.core import RequestOutput
 from minuet.engine.start import Engine, log, start
 from minuet.engine.types import FinishReason, SamplingParams
 from minuet.errors import RequestError
+from minuet.settings import DEFAULT_MODEL
 
 Prompt = str | Sequence[int]
 
@@ -25,7 +26,7 @@ class LLM:
             print(output.text)
 
     Args:
-        model: a checkpoint folder, a config file, or a preset.
+        model: a checkpoint folder, a config file, or a name; see ``minuet.models.registry``.
         config: a settings file.
         announce: receives the plan's summary at start.
         settings: any setting by name; see docs/flags.md.
@@ -38,7 +39,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path = DEFAULT_MODEL,
         *,
         config: Path | None = None,
         announce: Callable[[str], None] = log.info,

@@ -57,6 +57,11 @@ def bundled_names() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in _BUNDLED.glob("*/config.json")))
 
 
+def names() -> tuple[str, ...]:
+    """What :func:`find` knows without a path: models with weights first."""
+    return (*bundled_names(), *preset_names())
+
+
 def find(name: str) -> ModelSource:
     """Read the config of a model.
 
@@ -99,6 +104,6 @@ def _locate(name: str) -> tuple[Path, Path | None]:
         "no such model",
         got=name,
         expected="a folder with config.json, a config file, a bundled model or a preset: "
-        + ", ".join((*bundled_names(), *preset_names())),
+        + ", ".join(names()),
         remedy="download the checkpoint to a local folder and name that folder",
     )

@@ -1,0 +1,76 @@
+"""The model in the box: found by name, whole, small, made by training/, and it answers."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from minuet.config import read_options
+from minuet.engine.llm import LLM
+from minuet.engine.types import SamplingParams
+from minuet.evals import tasks
+from minuet.models import registry
+from minuet.models.tokenizer import Tokenizer
+from minuet.server import template
+from minuet.settings import DEFAULT_MODEL
+from training import tokenizer as training_tokenizer
+from training.train import PLANS
+
+CARD = Path(__file__).parents[2] / "docs" / "minuet-tiny.md"
+RUN = Path(__file__).parents[2] / "training" / "runs" / "shipped" / "run.json"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    found = registry.find(DEFAULT_MODEL).folder
+    assert found is not None
+    return found
+
+
+def test_no_model_named_means_the_bundled_one():
+    assert read_options({})["model"] == DEFAULT_MODEL
+    assert DEFAULT_MODEL in registry.bundled_names()
+
+
+def test_all_of_it_is_smaller_than_16_megabytes(folder):
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 16_000_000
+
+
+def test_config_and_tokenizer_are_those_of_the_training_script(folder):
+    shape, spec = PLANS["full"].shape, registry.find(DEFAULT_MODEL).spec
+    assert (spec.hidden_size, spec.num_layers, spec.num_q_heads, spec.num_kv_heads) == (
+        shape.hidden, shape.layers, shape.heads, shape.kv_heads,
+    )  # fmt: skip
+    assert (spec.block, spec.top_blocks, spec.head_dim) == (128, 4, 128)
+    trained = training_tokenizer.train().to_str(pretty=True)
+    assert json.loads((folder / "tokenizer.json").read_text()) == json.loads(trained)
+
+
+def test_the_shipped_run_is_the_scripts_plan():
+    plan = json.loads(json.dumps(PLANS["full"], default=vars))
+    assert json.loads(RUN.read_text())["plan"] == plan
+
+
+def test_the_card_states_what_the_run_measured():
+    measured = json.loads(RUN.read_text())["accuracy"]
+    stated = dict(re.findall(r"^\| ([^|]+?) \| ([\d.]+) % \|", CARD.read_text(), re.M))
+    assert len(stated) >= 10
+    for name, percent in stated.items():
+        assert float(percent) == pytest.approx(100 * measured[name], abs=0.051), name
+
+
+def test_it_answers_a_product_and_finds_a_code(folder):
+    tokenizer = Tokenizer.load(folder)
+    chat = template.load(folder, "", tokenizer.added_texts, tokenizer.encode)
+    assert chat is not None
+    needle = next(tasks.problems("needle", "heldout", 0, 1, length=1500, depth=0.1))
+    asked = [[{"role": "user", "content": "17 * 23"}], needle.messages]
+    llm = LLM(DEFAULT_MODEL, kv_cache_memory="64MiB")
+    outputs = llm.generate(
+        [chat.render(messages).token_ids for messages in asked],
+        SamplingParams(max_tokens=100, temperature=0.0),
+    )
+    product, code = (output.text.rpartition("</mm:think>")[2] for output in outputs)
+    assert product == "391"
+    assert tasks.score(needle, code)
