@@ -71,11 +71,16 @@ def test_a_token_decoded_by_a_graph_has_the_logits_of_its_prefill(on_gpu):
     request = Request(
         "decode", tuple(ids), SamplingParams(), arrival=0, page_ids=[3, 2, 1]
     )  # row_logits wrote its pages in reverse
-    for position in (1, 127, 128, 200, 259):
+    cosines = []
+    for position in range(1, 260, 6):
         share = ScheduledRequest(request, position, 1, samples=True)
         row = on_gpu.runner.logits(Step((share,), num_decodes=1)).float()
-        cosine = torch.nn.functional.cosine_similarity(row, whole[position : position + 1])
-        assert float(cosine) > 0.995
+        similarity = torch.nn.functional.cosine_similarity(row, whole[position : position + 1])
+        cosines.append(float(similarity))
+    cosine = torch.tensor(cosines)
+    assert float(cosine.median()) > 0.999
+    # as above: a near-tied expert
+    assert float((cosine > 0.99).float().mean()) > 0.85
 
 
 def test_batches_of_different_lengths_answer_as_alone(on_gpu):

@@ -1,6 +1,7 @@
 """Reserve, prepare, self-test, seal: what turns a plan into a runner on a device with a queue.
 
-Largest shapes first, so that what the allocator takes for them serves the smaller ones too.
+Graphs first: capturing one gives unused memory back to the device. Within a phase the largest shape
+first, so that what the allocator takes for it serves the smaller ones too.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ class Preparation:
         kernels: the launchers that the model calls.
         recorder: stands around them for the self-test.
         facility: the device.
+        held_before: bytes its allocator held before weights were loaded: other people's.
     """
 
     model: Model
@@ -48,6 +50,7 @@ class Preparation:
     kernels: StepKernels
     recorder: selftest.Recorder
     facility: Facility
+    held_before: int = 0
 
     def run(self, lap: Callable[[str], None]) -> QueuedRunner:
         """Do all of it.
@@ -78,10 +81,13 @@ class Preparation:
         config, shapes = self.plan.config, self.plan.shapes
         rows = shapes.rungs[-1] * shapes.query_lens[-1]
         largest_first = sorted(
-            shapes.all, key=lambda shape: (shape.phase is Phase.PREFILL, shape.num_tokens)
-        )[::-1]
+            shapes.all, key=lambda shape: (shape.phase is Phase.PREFILL, -shape.num_tokens)
+        )
+        graphs = len(shapes.decode_shapes)
         with _bar("prepare", len(largest_first)) as step:
-            for shape in largest_first:
+            for number, shape in enumerate(largest_first):
+                if number == graphs:
+                    self.facility.trim()
                 prepared.prepare(shape)
                 self._note(str(shape))
                 step(shape)
@@ -93,7 +99,7 @@ class Preparation:
 
     def _limit(self) -> int:
         """Bytes the allocator may hold after ready: those declared, or those taken if more."""
-        memory, held = self.plan.memory, self.facility.reserved_bytes()
+        memory, held = self.plan.memory, self.facility.reserved_bytes() - self.held_before
         exact = memory.weight_bytes + memory.workspace_bytes + memory.kv_bytes
         declared = memory.graph_bytes + memory.activation_bytes
         taken = held - exact
@@ -105,7 +111,7 @@ class Preparation:
                 "--gpu-memory-utilization leaves room for it, or does not",
                 human_bytes(taken - declared),
             )
-        return max(held, memory.used_bytes)
+        return self.held_before + max(held, exact + declared)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from minuet.planning import explain
 from minuet.planning.execution import ExecutionPlan, plan_for
 from minuet.platform import arch as arch_table
 from minuet.platform.detect import detect
-from minuet.platform.device import facility
+from minuet.platform.device import Facility, facility
 from minuet.platform.torch import device_for, device_memory_bytes, keep_freed_memory
 from minuet.settings import AUTO
 
@@ -91,21 +91,22 @@ def start(
     arch = detect() if options["arch"] == AUTO else arch_table.get(options["arch"])
     plan = plan_for(options, source.facts, arch, device_bytes=device_memory_bytes(arch))
     plan.require_runnable()
-    device = device_for(arch)
+    device = facility(device_for(arch))
+    held_before = device.reserved_bytes()
     if not arch.is_gpu:
         keep_freed_memory()
     for line in explain.summary(plan):
         announce(line)
     clock.lap("settle")
-    weights = _weights(source, plan, device)
+    weights = _weights(source, plan, device.device)
     clock.lap("load")
-    cache = KVCache(plan.layer_layouts(), plan.memory.num_pages, device)
+    cache = KVCache(plan.layer_layouts(), plan.memory.num_pages, device.device)
     if cache.num_bytes != plan.memory.kv_bytes:
         raise IntegrityError(
             f"the pool took {cache.num_bytes} bytes, the plan says {plan.memory.kv_bytes}"
         )
     clock.lap("reserve")
-    runner, seal = _runner(source, weights, cache, plan, watch or (lambda kernels: kernels), clock)
+    runner, seal = _runner(source, weights, cache, plan, watch, device, held_before, clock)
     tokenizer = _tokenizer(source.folder)
     core = Core(_scheduler(plan, source), runner, _limits(plan, source), tokenizer)
     log.info("ready after %s", ", ".join(f"{k} {v:.1f} s" for k, v in clock.laps.items()))
@@ -117,23 +118,25 @@ def _runner(
     weights: Any,
     cache: KVCache,
     plan: ExecutionPlan,
-    watch: Callable[[StepKernels], StepKernels],
+    watch: Callable[[StepKernels], StepKernels] | None,
+    device: Facility,
+    held_before: int,
     clock: "_Clock",
 ) -> tuple[Runner | QueuedRunner, Seal]:
-    """Carries out steps: as they come, or in prepared shapes where the plan says so."""
-    kernels, recorder = watch(load(_one_kernel_each(plan))), Recorder()
+    """What carries out steps: as they come, or in prepared shapes where the plan says so."""
+    kernels, recorder = load(_one_kernel_each(plan)), Recorder()
+    kernels = watch(kernels) if watch else kernels
     if plan.prepared:
         kernels = recorder.over(kernels)
     ops = ops_for(plan.arch.ops, batch_invariant=plan.config.batch_invariant)
     model_class = importlib.import_module(source.package + ".model").Model
     model: Model = model_class(source.spec, weights, kernels, ops)
-    device = facility(cache.layers[0].k.device)
     if plan.prepared:
-        queued = Preparation(model, cache, plan, kernels, recorder, device).run(clock.lap)
+        preparation = Preparation(model, cache, plan, kernels, recorder, device, held_before)
+        queued = preparation.run(clock.lap)
         return queued, queued.seal
-    runner = Runner(model, cache, plan.config.seed)
+    runner, seal = Runner(model, cache, plan.config.seed), Seal(device, plan.config.seal)
     clock.lap("prepare")
-    seal = Seal(device, plan.config.seal)
     seal.close()
     return runner, seal
 

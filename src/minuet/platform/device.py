@@ -70,6 +70,10 @@ class Facility(Protocol):
         """Bytes the framework's allocator holds of the device."""
         ...
 
+    def trim(self) -> None:
+        """Give memory that is held and not in use back to the device."""
+        ...
+
     def idle(self) -> None:
         """Wait until everything queued is done."""
         ...
@@ -119,6 +123,9 @@ class Host:
     def reserved_bytes(self) -> int:
         """None that anybody counts."""
         return 0
+
+    def trim(self) -> None:
+        """Nothing is held."""
 
     def idle(self) -> None:
         """Nothing is queued."""
@@ -181,6 +188,10 @@ class Gpu:
     def reserved_bytes(self) -> int:
         """Segments held, those of graphs included."""
         return int(torch.cuda.memory_reserved(self.device))
+
+    def trim(self) -> None:
+        """Whole segments that nothing uses; captures do the same as they begin."""
+        torch.cuda.empty_cache()
 
     def idle(self) -> None:
         """Wait for every stream."""
