@@ -135,10 +135,11 @@ def test_selection_and_sparse_decode_equal_reference(arch, dtype, kv_heads):
     assert_close(got, expected(world, want_blocks), torch.bfloat16)
 
 
-@pytest.mark.parametrize("units", [1, 16])  # rows written directly, rows of several parts
-def test_sparse_rows_of_a_ragged_batch(arch, units):
+# rows written directly, rows of several parts
+@pytest.mark.parametrize(("units", "dtype"), [(1, "fp8"), (16, "fp8"), (16, "bf16")])
+def test_sparse_rows_of_a_ragged_batch(arch, units, dtype):
     chosen = Selection(5, init_blocks=1, local_blocks=2)
-    world = build(replace(case(RAGGED, fp8_of(arch), sparse=True), selection=chosen))
+    world = build(replace(case(RAGGED, storage(arch, dtype), sparse=True), selection=chosen))
     runner = SimRunner(arch, compute_units=units, order=3)
     plan = launch.plan(world.batch, 128, num_kv_heads=2, runner=runner)
     blocks = launch.select(world.index_q, world.cache, plan, chosen)
