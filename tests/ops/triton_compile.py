@@ -55,7 +55,7 @@ def launches(arch: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> dic
                 weight_oi = _empty(outputs, inputs, dtype=dtype)
                 out = _empty(tokens, outputs, dtype=dtype)
                 y = _empty(tokens, inputs, dtype=dtype)
-                named["project"] = launch.project_launch(y, weight_oi, out, how, target)
+                named["project_few"] = launch.project_launch(y, weight_oi, out, how, target)
                 break
     named["add_norm"] = launch.rows_launch(x, x, x, x, weight, 1e-6, target)
     named["add_norm_parts"] = launch.rows_launch(x, parts, x, x, weight, 1e-6, target)

@@ -35,12 +35,6 @@ def operand(dtype: torch.dtype, target: Target) -> Any:
     return tl.float32 if target.interpreted else _OPERANDS[dtype]
 
 
-def head(product: Product, inputs: int, target: Target) -> int:
-    """Input channels read ahead: some where launches overlap and the operand has as many."""
-    overlaps = target.pdl or target.interpreted
-    return product.head if overlaps and product.head <= inputs else 0
-
-
 def product_launch(
     kernel: Any,
     args: dict[str, Any],

@@ -20,15 +20,12 @@ class Product:
         c: input channels of a step of the loop.
         warps: warps (waves) per program.
         stages: depth of the load pipeline; n holds n - 1 tiles in shared memory.
-        head: input channels of weights that are read before the kernel before is done, a multiple
-            of c; 0: none.
     """
 
     n: int
     c: int
     warps: int
     stages: int
-    head: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +96,16 @@ class Projection:
     Attributes:
         upto: applies up to this many rows.
         rows: of a program, at least ``upto``.
-        product: the rest.
+        outputs: output channels of a program.
+        lanes: groups of 8 input channels of a step of the loop.
+        warps: warps per program.
     """
 
     upto: int
     rows: int
-    product: Product
+    outputs: int
+    lanes: int
+    warps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,41 +138,45 @@ class Target:
     interpreted: bool = False
 
 
-_FEW = Tiling(64, 16, Product(32, 256, 2, 3), Product(64, 128, 4, 3, 256), early=True)
-_SOME = Tiling(1024, 32, Product(64, 64, 4, 4), Product(128, 64, 4, 4))
-_MORE = Tiling(2048, 64, Product(64, 64, 4, 4), Product(128, 64, 8, 4))
-_LOTS = Tiling(MANY, 128, Product(64, 64, 8, 4), Product(128, 64, 8, 4))
+_FEW = Tiling(64, 16, Product(32, 256, 2, 3), Product(128, 128, 8, 3), early=True)
+_SOME = Tiling(512, 32, Product(128, 128, 8, 3), Product(256, 64, 4, 3))
+_MORE = Tiling(1024, 64, Product(64, 64, 4, 4), Product(128, 64, 4, 4))
+_LOTS = Tiling(MANY, 128, Product(128, 64, 8, 4), Product(128, 64, 8, 3))
 
-_MATRIX_ROUTER = Router(MANY, 64, 64, 64, 4, 4, 3)
 _NVIDIA = Target(
     pdl=True,
     tilings=(_FEW, _SOME, _MORE, _LOTS),
-    invariant=replace(_MORE, upto=MANY),
+    invariant=Tiling(MANY, 64, Product(64, 64, 4, 4), Product(128, 64, 4, 3)),
     routers=(
-        Router(16, 4, 4, 1024, 0, 4, 1),
-        Router(64, 8, 4, 1024, 0, 8, 1),
-        _MATRIX_ROUTER,
+        Router(4, 4, 4, 1024, 0, 4, 1),
+        Router(16, 4, 8, 1024, 0, 4, 1),
+        Router(64, 16, 32, 128, 8, 4, 3),
+        Router(2048, 64, 64, 64, 8, 8, 3),
+        Router(MANY, 128, 64, 64, 1, 8, 3),
     ),
-    invariant_router=Router(MANY, 16, 16, 128, 16, 4, 3),
+    invariant_router=Router(MANY, 16, 32, 128, 8, 4, 3),
     sortings=(
-        Sorting(4, 4, 1, 1),
-        Sorting(16, 16, 4, 1),
-        Sorting(64, 8, 2, 2),
-        Sorting(MANY, 64, 16, 3),
+        Sorting(4, 4, 4, 1),
+        Sorting(16, 16, 8, 1),
+        Sorting(64, 1, 1, 2, 8),
+        Sorting(2048, 16, 4, 3, 4),
+        Sorting(MANY, 32, 4, 3, 4),
     ),
-    projections=(
-        Projection(16, 16, Product(16, 256, 2, 4, 256)),
-        Projection(64, 64, Product(64, 128, 4, 4, 128)),
-    ),
+    projections=(Projection(4, 4, 8, 128, 4),),
 )
 _SM80 = replace(_NVIDIA, pdl=False)
 
 # 99 KiB of shared memory.
-_SHALLOW = tuple(
-    replace(t, up=replace(t.up, c=64, stages=3), down=replace(t.down, c=64, stages=3))
-    for t in _NVIDIA.tilings
+_SHALLOW = (
+    _FEW,
+    Tiling(MANY, 64, Product(64, 64, 4, 3), Product(64, 64, 4, 3)),
 )
-_SM120 = replace(_NVIDIA, tilings=_SHALLOW, invariant=replace(_SHALLOW[2], upto=MANY))
+_SM120 = replace(
+    _NVIDIA,
+    tilings=_SHALLOW,
+    invariant=_SHALLOW[1],
+    routers=(*_NVIDIA.routers[:3], Router(MANY, 64, 32, 64, 8, 4, 3)),
+)
 
 # gfx9: 64 KiB of LDS on gfx942, the compiler's own pipelining.
 _AMD_FEW = Tiling(64, 16, Product(32, 128, 4, 2), Product(64, 128, 4, 2))
@@ -191,15 +196,18 @@ _INTERPRETER = replace(
     terms=False,
     interpreted=True,
     tilings=(
-        Tiling(64, 16, Product(16, 64, 1, 1), Product(32, 64, 1, 1, 64)),
+        Tiling(64, 16, Product(16, 64, 1, 1), Product(32, 64, 1, 1)),
         Tiling(MANY, 32, Product(32, 32, 1, 1), Product(32, 32, 1, 1)),
     ),
     invariant=Tiling(MANY, 32, Product(32, 32, 1, 1), Product(32, 32, 1, 1)),
     routers=(Router(16, 4, 4, 32, 0, 4, 1), Router(MANY, 64, 64, 64, 4, 4, 3)),
-    projections=(
-        Projection(16, 16, Product(16, 32, 1, 1, 32)),
-        Projection(64, 64, Product(64, 64, 1, 1)),
+    sortings=(
+        Sorting(4, 4, 1, 1),
+        Sorting(16, 16, 1, 1),
+        Sorting(64, 4, 1, 2),
+        Sorting(MANY, 16, 1, 3),
     ),
+    projections=(Projection(4, 4, 4, 4, 1),),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

@@ -11,7 +11,6 @@ from minuet.errors import ContractError
 from minuet.ops.moe import Experts
 from minuet.ops.triton.common import (
     cut,
-    head,
     operand,
     options_of,
     power_of_2,
@@ -297,7 +296,6 @@ def expert_launches(
         )
         sizes = (tiles, width, x.shape[1])
         launches.append(product_launch(expert_kernels.experts_up, up, tiling.up, sizes, target))
-        down["HEAD"] = head(tiling.down, width, target)
         sizes = (tiles, x.shape[1], width)
         launches.append(
             product_launch(expert_kernels.experts_down, down, tiling.down, sizes, target)

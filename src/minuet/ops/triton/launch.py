@@ -16,11 +16,8 @@ from minuet.errors import ContractError
 from minuet.ops.table import Ops
 from minuet.ops.triton.common import (
     cut,
-    head,
-    operand,
     options_of,
     power_of_2,
-    product_launch,
     target_of,
 )
 from minuet.ops.triton.config import MANY, TARGETS, Projection, Target
@@ -243,18 +240,18 @@ def project_launch(
     """The launch of :func:`project` for few rows."""
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ContractError("operands", got=(x.stride(), weight.stride()), expected="whole rows")
-    outputs, inputs = weight.shape
     args = dict(
         x_ptr=x,
         weight_ptr=weight,
         out_ptr=out,
         num_tokens=x.shape[0],
         stride_x=x.stride(0),
-        IN=inputs,
-        OUT=outputs,
+        IN=weight.shape[1],
+        OUT=weight.shape[0],
         M=how.rows,
-        HEAD=head(how.product, inputs, target),
-        OPERAND=operand(x.dtype, target),
+        N=how.outputs,
+        LANES=how.lanes,
         PDL=target.pdl,
     )
-    return product_launch(skinny_kernels.project, args, how.product, (1, outputs, inputs), target)
+    grid = (triton.cdiv(weight.shape[0], how.outputs),)
+    return Launch(skinny_kernels.project_few, grid, args, options_of(target, how.warps))

@@ -122,18 +122,13 @@ def experts_down(
     shared_tiles,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    HEAD: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """N channels of a tile's results, each row to its token and slot; summing them up is later.
-
-    HEAD input channels of weights are read before the first product is done: which expert a tile
-    has was settled by the launch before that one, and weights do not change.
-    """
+    """N channels of a tile's results, each row to its token and slot; summing them up is later."""
     tiles_n: tl.constexpr = (H + N - 1) // N
     tile = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
-    if HEAD == 0:
-        wait_for_previous(PDL)
+    wait_for_previous(PDL)
     expert, rows = tile_of(tile, tiles_ptr, rows_ptr, num_tokens, shared_tiles, K, SLOTS, M)
     if expert >= 0:
         routed_ptr = down_ptr + expert.to(tl.int64) * (H * I)
@@ -141,12 +136,7 @@ def experts_down(
         valid = rows >= 0
         x_at = x_ptr + (tile.to(tl.int64) * M + tl.arange(0, M))[None, :] * I
         total = tl.zeros((N, M), tl.float32)
-        if HEAD > 0:
-            ahead = tl.arange(0, HEAD)
-            first = load_weights(weights_at, ahead, n, I, H, N, HEAD).to(OPERAND)
-            wait_for_previous(PDL)
-            total = tl.dot(first, load_rows(x_at, ahead, valid, I, HEAD).to(OPERAND), total)
-        for k in tl.range(HEAD, I, C, num_stages=STAGES):
+        for k in tl.range(0, I, C, num_stages=STAGES):
             channel = k + tl.arange(0, C)
             x = load_rows(x_at, channel, valid, I, C).to(OPERAND)
             weights = load_weights(weights_at, channel, n, I, H, N, C).to(OPERAND)
@@ -154,6 +144,4 @@ def experts_down(
         at = out_ptr + tl.maximum(rows, 0).to(tl.int64)[None, :] * H + n[:, None]
         mask = valid[None, :] & (n < H)[:, None]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
-    elif HEAD > 0:
-        wait_for_previous(PDL)
     let_next_start(PDL)
