@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minuet.evals import tasks
 from minuet.models.m3.export import Shape, config_json
 from minuet.models.m3.sample_tokenizer import marker_ids
 from minuet.models.m3.spec import M3Spec, parse
 from minuet.models.m3.weights import packed_rows
 from training import checkpoint, tokenizer
-from training.data import Batch, Feed, Rows, Step
+from training.data import Batch, Feed, Step
+from training.evaluate import HeldOut
 from training.model import Model, Pass, Report
 from training.optim import Optimizer
 
@@ -215,7 +215,7 @@ class Trainer:
         self._selected = "fused" if device.type == "cuda" else "masked"
         (out / "log.jsonl").write_text("", encoding="utf-8")
         self._began = time.perf_counter()
-        self._held_out: dict[str, list[tuple[list[int], list[int]]]] = {}
+        self._held_out = HeldOut(self.tokenizer, plan.eval_problems)
 
     def run(self, workers: int, seconds: float) -> dict[str, Any]:
         """Train; returns the accuracies at the end.
@@ -248,6 +248,13 @@ class Trainer:
         final = self.evaluate()
         self.log(step=done, eval=final)
         return {"steps": done, "finished": done == plan.steps, **final}
+
+    def evaluate(self, *, quick: bool = False) -> dict[str, Any]:
+        """Accuracy on held-out problems; see :meth:`HeldOut.evaluate`."""
+        found: dict[str, Any] = self._held_out.evaluate(
+            self.model, self.plan.eval_lengths, quick=quick
+        )
+        return found
 
     @property
     def elapsed(self) -> float:
@@ -287,72 +294,6 @@ class Trainer:
         every = self.plan.report_every
         means = {name: round(float(value) / every, 4) for name, value in sums.items()}
         self.log(step=done, stage=stage.name, waited=round(waited, 2), **means)
-
-    # --- evaluation ----------------------------------------------------------
-
-    def evaluate(self, *, quick: bool = False) -> dict[str, Any]:
-        """Accuracy on held-out problems: the share whose whole reply is the most likely, token by
-        token, which greedy decoding would write.
-
-        Needles are also looked for with full attention, with only the own block selected, and with
-        blocks selected by chance.
-
-        Args:
-            quick: fewer problems, and only the shortest and the second needle length.
-        """  # noqa: D205
-        plan, top = self.plan, self.spec.top_blocks
-        sparse, full = Pass(top), Pass()
-        found: dict[str, Any] = {}
-        for name in self._cases(quick):
-            found[name] = self._accuracy(name, sparse)
-            if name.startswith("needle"):
-                found[f"{name} full attention"] = self._accuracy(name, full)
-        name = f"needle {plan.eval_lengths[-1 if len(plan.eval_lengths) == 1 else 1]}"
-        if not quick:
-            found[f"{name} own block only"] = self._accuracy(name, replace(sparse, top_blocks=1))
-            found[f"{name} blocks by chance"] = self._accuracy(
-                name, replace(sparse, shuffle_keys=True)
-            )
-        return found
-
-    def _cases(self, quick: bool) -> list[str]:
-        lengths = self.plan.eval_lengths[: 2 if quick else None]
-        kinds = [f"arithmetic {operator}" for operator in tasks.arithmetic.OPERATORS]
-        others = [task for task in tasks.TASKS if task not in ("arithmetic", "needle")]
-        return [*kinds, *others, *(f"needle {length}" for length in lengths)]
-
-    @torch.no_grad()
-    def _accuracy(self, name: str, how: Pass) -> float:
-        if name not in self._held_out:
-            self._held_out[name] = list(_held_out(self.tokenizer, name, self.plan.eval_problems))
-        rows = Rows(self.tokenizer, "heldout")
-        right = 0
-        conversations = self._held_out[name]
-        longest = max(len(ids) for ids, _ in conversations)
-        length = -(-longest // 128) * 128
-        at_once = max(1, 65536 // length)
-        for start in range(0, len(conversations), at_once):
-            batch = rows.batch(conversations[start : start + at_once], length)
-            tokens = torch.from_numpy(batch.tokens).to(self.device).long()
-            weights = torch.from_numpy(batch.weights(0.0)).to(self.device)[:, 1:] > 0
-            hidden, _ = self.model(tokens, how)
-            missed = self.model.logits(hidden[:, :-1][weights]).argmax(-1) != tokens[:, 1:][weights]
-            row = weights.nonzero()[:, 0]
-            wrong = torch.zeros(len(tokens), device=self.device).index_add_(0, row, missed.float())
-            right += int((wrong == 0).sum())
-        return right / len(conversations)
-
-
-def _held_out(inner: Any, name: str, count: int) -> Iterator[tuple[list[int], list[int]]]:
-    task, _, option = name.partition(" ")
-    options: dict[str, Any] = {}
-    if task == "arithmetic":
-        options = {"operators": (option,)}
-    if task == "needle":
-        options = {"length": int(option)}
-    rows = Rows(inner, "heldout")
-    for problem in tasks.problems(task, "heldout", 0, count, **options):
-        yield rows.conversation([*problem.messages, problem.reply], tools=problem.tools)
 
 
 def _optimizer(model: Model) -> Optimizer:

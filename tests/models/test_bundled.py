@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from training.train import PLANS
 
 from minuet.config import read_options
 from minuet.engine.llm import LLM
@@ -15,7 +16,6 @@ from minuet.models.tokenizer import Tokenizer
 from minuet.server import template
 from minuet.settings import DEFAULT_MODEL
 from training import tokenizer as training_tokenizer
-from training.train import PLANS
 
 CARD = Path(__file__).parents[2] / "docs" / "minuet-tiny.md"
 RUN = Path(__file__).parents[2] / "training" / "runs" / "shipped" / "run.json"

@@ -12,6 +12,7 @@ from training.train import PLANS, Plan, Stage, Trainer, _optimizer, _views
 
 from minuet.models.m3.export import config_json
 from minuet.models.m3.spec import parse
+from training import checkpoint, evaluate
 
 TOY = replace(
     PLANS["smoke"].shape, hidden=32, heads=4, kv_heads=2, head_dim=16, layers=2, expert_width=16
@@ -100,5 +101,10 @@ def test_loss_falls_on_every_kind_of_row_and_the_log_says_so(trainer, tmp_path):
         assert last[name] < (0.6 if name != "index_loss" else 0.99) * first[name], name
     found = trainer.evaluate()
     assert {"arithmetic *", "lists", "toolcalls", "needle 224 own block only"} <= set(found)
+    checkpoint.write(tmp_path / "model", trainer.model, trainer.config, trainer.tokenizer)
+    read, tokenizer = evaluate.load(tmp_path / "model", torch.device("cpu"))
+    assert tokenizer.to_str() == trainer.tokenizer.to_str()
+    for path, tensor in read.named.items():
+        assert torch.allclose(tensor, trainer.model.named[path], rtol=2**-8), path
     trainer.log(step=25, eval=found)
     assert json.loads((tmp_path / "log.jsonl").read_text())["step"] == 25
