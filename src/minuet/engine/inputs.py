@@ -129,7 +129,9 @@ class Inputs:
         numbers = staging.numbers(4 * num_tokens + self._max_rows)
         host, rows = numbers[: 4 * num_tokens].reshape(4, num_tokens), numbers[4 * num_tokens :]
         lengths = self._fill_tokens(host, shares, drawn_at, query_len)
-        wanted = _sample_rows(shares, lengths.query_lens)
+        wanted = (
+            np.arange(len(shares)) if query_len == 1 else _sample_rows(shares, lengths.query_lens)
+        )
         rows[: len(wanted)], rows[len(wanted) :] = wanted, 0
         staging.send_numbers(len(numbers))
         self._fill_table(staging, shares)

@@ -249,6 +249,9 @@ class Planner:
             self._place("score_work", score.capacity * _ITEM, _ITEM)
             self._place("score_rest", score.size - score.capacity * _ITEM, 1)
             self._dense, self._score = dense, score
+            per_unit = target.parts_per_unit_fp8 if shape.kv_fp8 else target.parts_per_unit
+            most = min(per_unit, SPLIT.parts_per_unit)
+            self._divisions = (shape.split(SPLIT.tile_tokens, most), score)
         else:
             self._place("lengths", shape.max_seqs, 1)
             self._place("token_sequence", shape.max_tokens, 1)
@@ -268,6 +271,9 @@ class Planner:
             for name, (first, end, fields) in self._places.items()
         }
         self._turn = 0
+        # per host copy: its plans, and the tiles of the sequences they divide
+        self._plans: list[list[DecodePlan]] = [[], []]
+        self._divided: list[bytes] = [b"", b""]
 
     def plan(self, batch: AttentionBatch, page_size: int) -> Plan:
         """Refresh the tables for a step; nothing is allocated on the device.
@@ -284,7 +290,7 @@ class Planner:
         host, copied = self._host[self._turn], self._copied[self._turn]
         copied.synchronize()
         if self.shape.query_len:
-            num_tiles, chunks = 0, self._fill_decode(host.numpy(), batch)
+            num_tiles, chunks = 0, self._fill_decode(self._turn, batch)
         else:
             num_tiles, chunks = self._fill_prefill(host.numpy(), batch)
         self._tables.copy_(host, non_blocking=True)
@@ -366,25 +372,31 @@ class Planner:
         self._put(host, "tiles", tiles[np.argsort(work, kind="stable")])
         return len(tiles), self._fill_chunks(host, lens, batch.num_tokens)
 
-    def _fill_decode(self, host: Int32Array, batch: AttentionBatch) -> tuple[Chunk, ...]:
+    def _fill_decode(self, turn: int, batch: AttentionBatch) -> tuple[Chunk, ...]:
         """Parts of dense attention and of scoring."""
-        shape, target = self.shape, self.target
+        shape, host = self.shape, self._host[turn].numpy()
         lengths = np.asarray(batch.seq_lens, np.int64)
-        per_unit = target.parts_per_unit_fp8 if shape.kv_fp8 else target.parts_per_unit
-        dense = shape.split(SPLIT.tile_tokens, min(per_unit, SPLIT.parts_per_unit))
-        for name, whole, division in (
-            ("work", self._dense, dense),
-            ("score_work", self._score, self._score),
-        ):
-            first = self._places[name][0]
-            plan = DecodePlan.over(whole, host[first : first + whole.size])
-            replace(plan, shape=no_finer_than_useful(division, lengths)).refresh(lengths)
+        tiles = [-(-lengths // division.tile_tokens) for division in self._divisions]
+        key = b"".join(counts.tobytes() for counts in tiles)
+        if not self._plans[turn]:
+            self._plans[turn] = [self._plan_over(name, host) for name in ("work", "score_work")]
+        for plan, division in zip(self._plans[turn], self._divisions, strict=True):
+            if key == self._divided[turn]:
+                # most steps: every sequence is a token longer, and none has a tile more
+                plan.lengths[: len(lengths)] = lengths
+            else:
+                replace(plan, shape=no_finer_than_useful(division, lengths)).refresh(lengths)
+        self._divided[turn] = key
         if self.scores_at_once:
             return ()
         # of the padded batch, so that the launches are those of the shape
         missing = (0,) * (shape.max_seqs - batch.num_seqs)
         lens = (shape.query_len,) * shape.max_seqs, (*batch.seq_lens, *missing)
         return self._fill_chunks(host, lens, shape.max_tokens)
+
+    def _plan_over(self, name: str, host: Int32Array) -> DecodePlan:
+        first, whole = self._places[name][0], self._dense if name == "work" else self._score
+        return DecodePlan.over(whole, host[first : first + whole.size])
 
     def _fill_chunks(
         self, host: Int32Array, lens: tuple[Sequence[int], Sequence[int]], num_tokens: int
