@@ -308,6 +308,21 @@ def test_an_interrupt_while_waiting_leaves_the_step_to_be_taken_in():
     assert output.token_ids == answer_to([1, 2, 3], 4)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_interrupt_while_submitting_ends_the_requests_of_that_step_only(depth):
+    device = Late(depth, refuses={1: KeyboardInterrupt()})
+    core = core_on(device)
+    output = core.add("r", [1, 2, 3], params(4))
+    with pytest.raises(KeyboardInterrupt):
+        drain(core)
+    waits = core.add("waits", [4, 5], params(3))
+    drain(core)
+    assert "interrupted" in output.error
+    assert all(s.request.request_id != "r" for step in device.steps[2:] for s in step.scheduled)
+    assert output.token_ids == answer_to([1, 2, 3], 1)
+    assert waits.token_ids == answer_to([4, 5], 3)
+
+
 # --- the engine process --------------------------------------------------------------------------
 
 

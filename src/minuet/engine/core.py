@@ -19,6 +19,7 @@ from minuet.engine.detok import Detokenizer, TextStream
 from minuet.engine.scheduler import Scheduler
 from minuet.engine.types import (
     NOT_FINITE,
+    Answered,
     Executor,
     FinishReason,
     GrammarState,
@@ -112,6 +113,7 @@ class _UnderWay:
     step: Step
     pending: Pending
     submitted_s: float
+    runs: bool = True  # False: it could not be submitted, and drew nothing
 
 
 class Core:
@@ -251,7 +253,7 @@ class Core:
         """Start what can be started; nothing after a step that could not be."""
         while len(self._under_way) <= self._executor.depth:
             ahead = bool(self._under_way)
-            if ahead and isinstance(self._under_way[-1].pending, _Failed):
+            if ahead and not self._under_way[-1].runs:
                 return
             step = self.scheduler.schedule_ahead() if ahead else self.scheduler.schedule()
             if step is None:
@@ -264,8 +266,13 @@ class Core:
             try:
                 pending = self._executor.submit(step)
             except Exception as problem:  # noqa: BLE001 - raised when its turn comes
-                pending = _Failed(problem)
-            self._under_way.append(_UnderWay(step, pending, now))
+                self._under_way.append(_UnderWay(step, _Failed(problem), now, runs=False))
+            except BaseException:
+                lost = [Sampled(None, error="the step was interrupted")] * len(step.scheduled)
+                self._under_way.append(_UnderWay(step, Answered(lost), now, runs=False))
+                raise
+            else:
+                self._under_way.append(_UnderWay(step, pending, now))
 
     def _take(self, step: Step, sampled: Sequence[Sampled]) -> list[RequestOutput]:
         """Commit a step and report what it brought."""
