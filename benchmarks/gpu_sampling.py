@@ -154,7 +154,7 @@ def launches(_: float) -> Iterator[dict[str, object]]:
         tokens = torch.zeros(count, dtype=torch.int64, device=DEVICE)
         flags = torch.zeros(count, dtype=torch.bool, device=DEVICE)
         for tile in (1024, 2048, 4096):
-            tuning = form.Tuning(scan_tile=tile, draw_tile=tile)
+            tuning = replace(form.tuning_of(DEVICE), scan_tile=tile, draw_tile=tile)
             made = [
                 *form.greedy_launches(logits, tokens, flags, tuning),
                 *form.draw_launches(logits, noisy, tokens, flags, tuning),
@@ -165,7 +165,7 @@ def launches(_: float) -> Iterator[dict[str, object]]:
             row: dict[str, object] = {"what": "launches", "rows": count, "vocab": vocab}
             row["tile"] = tile
             # collecting again and again adds candidates: what reads them is timed before
-            if tile == form.TUNING.draw_tile:
+            if tile == form.tuning_of(DEVICE).draw_tile:
                 row |= compare(_with_warps([made[-2]]), 1)
             yield row | compare(_with_warps(made[:-2]), 1)
 

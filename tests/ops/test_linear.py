@@ -23,7 +23,12 @@ def test_no_split_is_empty_and_all_of_k_is_covered(tile, n, k):
     assert 1 <= splits <= steps
     assert (splits - 1) * each < steps <= splits * each
     # the split launch fills the device once at most
-    assert splits == 1 or splits * -(-n // tile.n) <= tile.programs
+    assert splits == 1 or splits * -(-n // tile.width(n)) <= tile.programs
+
+
+def test_narrow_tiles_are_for_weights_that_they_do_not_make_too_many_of():
+    tile = triton_linear.TILES["sm90"]
+    assert [tile.width(n) for n in (1, 2560, 64 * 132, 64 * 132 + 1, 50016)] == [64] * 3 + [128] * 2
 
 
 @pytest.mark.parametrize(

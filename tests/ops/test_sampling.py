@@ -118,11 +118,12 @@ def test_the_scratch_of_all_launches_is_within_what_is_declared():
         empty(rows, dtype=torch.float32), empty(rows), empty(rows, most),
         empty(rows, most, dtype=torch.float32),
     )  # fmt: skip
+    tuning = triton_form.Tuning()
     launches = [
-        *triton_form.greedy_launches(logits, tokens, flags),
-        *triton_form.draw_launches(logits, params, tokens, flags),
-        *triton_form.filter_launches(logits, params, tokens, flags),
-        *triton_form.report_launches(logits, tokens, wanted, made),
+        *triton_form.greedy_launches(logits, tokens, flags, tuning),
+        *triton_form.draw_launches(logits, params, tokens, flags, tuning),
+        *triton_form.filter_launches(logits, params, tokens, flags, tuning),
+        *triton_form.report_launches(logits, tokens, wanted, made, tuning),
     ]
     held = {
         id(value): value.nbytes

@@ -28,18 +28,19 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def launches(arch: str) -> dict[str, Launch]:
     """Every launch, by kernel."""
+    tuning = sampling.TUNINGS.get(arch, sampling.Tuning())
     logits = _empty(ROWS, VOCAB, dtype=torch.float32)
     params, wanted = _empty(ROWS, columns.WIDTH), _empty(ROWS)
     tokens, flags = _empty(ROWS, dtype=torch.int64), _empty(ROWS, dtype=torch.bool)
     top = _empty(ROWS, 20), _empty(ROWS, 20, dtype=torch.float32)
     report = Report(_empty(ROWS, dtype=torch.float32), wanted, *top)
     made = [
-        *sampling.greedy_launches(logits, tokens, flags),
-        *sampling.draw_launches(logits, params, tokens, flags),
-        *sampling.filter_launches(logits, params, tokens, flags),
+        *sampling.greedy_launches(logits, tokens, flags, tuning),
+        *sampling.draw_launches(logits, params, tokens, flags, tuning),
+        *sampling.filter_launches(logits, params, tokens, flags, tuning),
         sampling.mask_launch(logits, wanted, _empty(ROWS, VOCAB // 32)),
         sampling.shape_launch(logits, params, _empty(300, 4)),
-        *sampling.report_launches(logits, tokens, wanted, report),
+        *sampling.report_launches(logits, tokens, wanted, report, tuning),
     ]
     named = {one.kernel.__name__: one for one in made}
     for name, rows in (("linear_split", 64), ("linear_whole", 200)):

@@ -8,7 +8,7 @@ from minuet.errors import ContractError
 MAX_VOCAB = 1 << 19
 """Weights of so many tokens can be summed up and multiplied by top-p in 64 bits."""
 
-SCAN_TILE = 4096
+SCAN_TILE = 2048
 """Logits a program looks at together when it looks for the largest."""
 DRAW_TILE = 2048
 """The same when it draws: the generator needs registers."""
@@ -26,8 +26,14 @@ GROUP_SIZE = 64
 """Tokens of a group, unless the vocabulary has more than the groups can hold."""
 CANDIDATES = 2048
 """Candidates of a filtered row; a kept set that does not fit is found by search."""
-STATE = 4
-"""int64 per filtered row: candidates, total weight, possible tokens, largest and pivot."""
+VALUE_ROUNDS = 24
+"""Rounds in which the search halves values; then it halves their order, 32 bits of it."""
+SEARCH_ROUNDS = 2 * (VALUE_ROUNDS + 32 + 3 + 20) + 2
+"""Rounds at most: for top-k and for top-p values, orders, three of their own, the bits of an id."""
+STATE = 7 + 2 * SEARCH_ROUNDS
+"""int64 per filtered row: what is known of it, and the sums of each round of the search."""
+SEARCH_PROGRAMS = 128
+"""Programs that search together, all of which must be resident: no more than any chip has units."""
 ENTRIES = 1 << 16
 """Tokens with a penalty or bias that are sent at a time, of 16 bytes each."""
 ANSWER_BYTES = 128
@@ -45,6 +51,19 @@ def parts_of(rows: int, vocab: int, tile: int) -> tuple[int, int]:
     tiles = -(-vocab // tile)
     parts = max(1, min(tiles, MAX_PARTS, -(-PROGRAMS // max(rows, 1))))
     each = -(-tiles // parts)
+    return -(-tiles // each), each
+
+
+def searchers_of(rows: int, vocab: int, tile: int) -> tuple[int, int]:
+    """How a row is divided among those who search it: (programs, tiles of each).
+
+    Args:
+        rows: rows of the call.
+        vocab: columns.
+        tile: logits per tile.
+    """
+    tiles = -(-vocab // tile)
+    each = -(-tiles // max(1, min(tiles, SEARCH_PROGRAMS // rows)))
     return -(-tiles // each), each
 
 

@@ -29,15 +29,16 @@ _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The one configuration of an arch.
+    """The one configuration of a weight on an arch.
 
     Attributes:
         m: rows of a tile.
-        n: outputs of a tile.
+        n: outputs of a tile, where they are many.
         k: columns of a step.
         num_warps: warps of a program.
         num_stages: depth of the pipeline of loads.
         programs: tiles of one row block are split along K until they are so many.
+        few: outputs of a tile of a weight with fewer than ``programs`` tiles of them.
     """
 
     m: int
@@ -46,15 +47,20 @@ class Tile:
     num_warps: int
     num_stages: int
     programs: int
+    few: int = 0
+
+    def width(self, n_size: int) -> int:
+        """Outputs of a tile, from the number of outputs alone."""
+        return self.few if self.few and n_size <= self.few * self.programs else self.n
 
     def splits(self, n_size: int, k_size: int) -> int:
         """Parts of K, from the sizes of the weight alone."""
         steps = triton.cdiv(k_size, self.k)
-        wanted = max(1, min(steps, self.programs // triton.cdiv(n_size, self.n)))
+        wanted = max(1, min(steps, self.programs // triton.cdiv(n_size, self.width(n_size))))
         return int(triton.cdiv(steps, triton.cdiv(steps, wanted)))  # no part is empty
 
 
-_HOPPER = Tile(64, 128, 128, 4, 4, 132)
+_HOPPER = Tile(64, 128, 128, 4, 4, 132, few=64)
 _CDNA = Tile(64, 128, 64, 4, 2, 256)
 TILES: Mapping[str, Tile] = MappingProxyType(
     {
@@ -106,14 +112,15 @@ def linear_launches(
         target = torch.empty((splits, rows, n_size), dtype=torch.float32, device=x.device)
     # the interpreter multiplies 16-bit numbers wrongly
     operand: Any = tl.float32 if arch == "cpu" else _OPERANDS[x.dtype]
-    tiles = triton.cdiv(n_size, tile.n), triton.cdiv(rows, tile.m)
+    width = tile.width(n_size)
+    tiles = triton.cdiv(n_size, width), triton.cdiv(rows, tile.m)
     yield Launch(
         kernels.linear_tiles,
         (*tiles, splits) if side_by_side else tiles,
         {
             "x_ptr": x, "w_ptr": weight, "out_ptr": target, "rows": rows, "n_size": n_size,
             "k_size": k_size, "x_stride": x.stride(0), "w_stride": weight.stride(0),
-            "splits": splits, "M": tile.m, "N": tile.n, "K": tile.k,
+            "splits": splits, "M": tile.m, "N": width, "K": tile.k,
             "EVEN_K": k_size % tile.k == 0, "SPLIT": side_by_side, "OPERAND": operand,
         },
         {"num_warps": tile.num_warps, "num_stages": tile.num_stages},

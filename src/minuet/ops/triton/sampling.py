@@ -4,8 +4,10 @@ Nothing here waits for the device. Scratch comes from torch's allocator; its lar
 :func:`minuet.ops.sampling.sizes.scratch_bytes`.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import triton
@@ -16,7 +18,7 @@ from minuet.ops.sampling.reference import Report
 from minuet.ops.triton.kernels import filters
 from minuet.ops.triton.kernels import report as report_kernels
 from minuet.ops.triton.kernels import sampling as kernels
-from minuet.platform.triton import Launch
+from minuet.platform.triton import Launch, arch_name
 
 # R rows, V vocabulary
 
@@ -36,6 +38,10 @@ class Tuning:
         candidates: room for candidates of a filtered row.
         group_size: tokens per group of the pivot's choice.
         columns: groups per program.
+        alone: one program searches a row; where programs run one after another.
+        native: take logarithms by the instruction that NVIDIA's chips have.
+        list_warps: warps of the program that draws among the candidates.
+        list_registers: registers a thread of it may have; 0: as the compiler likes.
     """
 
     scan_tile: int = sizes.SCAN_TILE
@@ -44,12 +50,30 @@ class Tuning:
     candidates: int = sizes.CANDIDATES
     group_size: int = sizes.GROUP_SIZE
     columns: int = sizes.GROUP_COLUMNS
+    alone: bool = False
+    native: bool = False
+    list_warps: int = 8
+    list_registers: int = 0
+
+    @property
+    def list_options(self) -> dict[str, int]:
+        """Compiler options of the program that draws among the candidates."""
+        registers = {"maxnreg": self.list_registers} if self.list_registers else {}
+        return {"num_warps": self.list_warps, **registers}
 
 
-TUNING = Tuning()
+# With 16 warps the compiler spills unless it is told that it need not.
+_HOPPER = Tuning(native=True, list_warps=16, list_registers=128)
+TUNINGS: Mapping[str, Tuning] = MappingProxyType({"sm90": _HOPPER, "sm100": _HOPPER})
 
 
-def greedy(logits: Tensor, tuning: Tuning = TUNING) -> tuple[Tensor, Tensor]:
+@functools.cache
+def tuning_of(device: torch.device) -> Tuning:
+    """The sizes for a device; those of ``Tuning`` where nobody has measured others."""
+    return TUNINGS.get(arch_name(device), Tuning())
+
+
+def greedy(logits: Tensor, tuning: Tuning | None = None) -> tuple[Tensor, Tensor]:
     """See :func:`minuet.ops.sampling.reference.greedy`; a graph can capture it."""
     rows = logits.shape[0]
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -60,9 +84,10 @@ def greedy(logits: Tensor, tuning: Tuning = TUNING) -> tuple[Tensor, Tensor]:
 
 
 def greedy_launches(
-    logits: Tensor, tokens: Tensor, finite: Tensor, tuning: Tuning = TUNING
+    logits: Tensor, tokens: Tensor, finite: Tensor, tuning: Tuning | None = None
 ) -> Iterator[Launch]:
     """The launches of :func:`greedy`."""
+    tuning = tuning or tuning_of(logits.device)
     rows, vocab = logits.shape
     scratch = _parts(logits)
     parts, each = sizes.parts_of(rows, vocab, tuning.scan_tile)
@@ -132,7 +157,7 @@ def draw(
     tokens: Tensor,
     stuck: Tensor,
     modes: frozenset[int],
-    tuning: Tuning = TUNING,
+    tuning: Tuning | None = None,
 ) -> None:
     """See :func:`minuet.ops.sampling.reference.draw`.
 
@@ -153,9 +178,10 @@ def draw(
 
 
 def draw_launches(
-    logits: Tensor, params: Tensor, tokens: Tensor, stuck: Tensor, tuning: Tuning = TUNING
+    logits: Tensor, params: Tensor, tokens: Tensor, stuck: Tensor, tuning: Tuning | None = None
 ) -> Iterator[Launch]:
     """The launches for rows of mode LARGEST and DRAW."""
+    tuning = tuning or tuning_of(logits.device)
     rows, vocab = logits.shape
     scratch = _parts(logits)
     parts, each = sizes.parts_of(rows, vocab, tuning.draw_tile)
@@ -165,9 +191,9 @@ def draw_launches(
         {
             "logits_ptr": logits, "stride": logits.stride(0), "vocab": vocab,
             "tiles_per_part": each, "params_ptr": params, "parts_ptr": scratch,
-            "TILE": tuning.draw_tile, "PARTS": sizes.MAX_PARTS,
+            "TILE": tuning.draw_tile, "PARTS": sizes.MAX_PARTS, "NATIVE": tuning.native,
         },
-        {"num_warps": 8},
+        {"num_warps": 16},
     )  # fmt: skip
     yield Launch(
         kernels.draw_rows,
@@ -181,9 +207,10 @@ def draw_launches(
 
 
 def filter_launches(
-    logits: Tensor, params: Tensor, tokens: Tensor, stuck: Tensor, tuning: Tuning = TUNING
+    logits: Tensor, params: Tensor, tokens: Tensor, stuck: Tensor, tuning: Tuning | None = None
 ) -> Iterator[Launch]:
     """The launches for rows of mode FILTERED."""
+    tuning = tuning or tuning_of(logits.device)
     rows, vocab = logits.shape
     device = logits.device
     room, width = tuning.candidates, tuning.columns
@@ -212,31 +239,44 @@ def filter_launches(
             "maxima_ptr": maxima, "groups": groups, "wanted": wanted, **row_state,
             "GROUPS": triton.next_power_of_2(groups), "BITS": _PIVOT_BITS,
         },
-        {"num_warps": 8},
+        {"num_warps": 4},
     )  # fmt: skip
+    listing = {**row_state, "list_ptr": listed, "LIST": room}
+    parts, each = sizes.parts_of(rows, vocab, tuning.draw_tile)
     yield Launch(
         filters.collect_candidates,
-        (rows, triton.cdiv(vocab, tuning.draw_tile)),
-        {**source, **row_state, "list_ptr": listed, "TILE": tuning.draw_tile, "LIST": room},
+        (rows, parts),
+        {**source, **listing, "tiles_per_part": each, "TILE": tuning.draw_tile},
         {"num_warps": 8},
     )
-    drawn = {**row_state, "list_ptr": listed, "tokens_ptr": tokens, "LIST": room}
     yield Launch(
         filters.draw_listed,
         (rows,),
-        {**drawn, "stuck_ptr": stuck.view(torch.uint8)},
-        {"num_warps": 8},
+        {
+            **listing,
+            "tokens_ptr": tokens,
+            "stuck_ptr": stuck.view(torch.uint8),
+            "NATIVE": tuning.native,
+        },
+        tuning.list_options,
     )
+    searchers, each = sizes.searchers_of(rows, vocab, tuning.draw_tile)
+    if tuning.alone:
+        searchers, each = 1, triton.cdiv(vocab, tuning.draw_tile)
     yield Launch(
         filters.draw_searched,
-        (rows,),
-        {**drawn, **source, "TILE": tuning.draw_tile},
-        {"num_warps": 8},
-    )
+        (rows, searchers),
+        {
+            **source, **listing, "tokens_ptr": tokens, "splits": searchers,
+            "tiles_per_split": each, "TILE": tuning.draw_tile, "NATIVE": tuning.native,
+        },
+        # those of a row wait for each other
+        {"num_warps": 8, "launch_cooperative_grid": searchers > 1},
+    )  # fmt: skip
 
 
 def report(
-    logits: Tensor, tokens: Tensor, wanted: Tensor, most: int, tuning: Tuning = TUNING
+    logits: Tensor, tokens: Tensor, wanted: Tensor, most: int, tuning: Tuning | None = None
 ) -> Report:
     """See :func:`minuet.ops.sampling.reference.report`."""
     rows, device = logits.shape[0], logits.device
@@ -252,9 +292,10 @@ def report(
 
 
 def report_launches(
-    logits: Tensor, tokens: Tensor, wanted: Tensor, made: Report, tuning: Tuning = TUNING
+    logits: Tensor, tokens: Tensor, wanted: Tensor, made: Report, tuning: Tuning | None = None
 ) -> Iterator[Launch]:
     """The launches of :func:`report`."""
+    tuning = tuning or tuning_of(logits.device)
     rows, vocab = logits.shape
     most = made.top_ids.shape[1]
     chunks = triton.cdiv(vocab, tuning.report_tile)

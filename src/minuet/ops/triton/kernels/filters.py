@@ -9,7 +9,7 @@ Otherwise the end is searched for in the row, by halving: slower, as exact.
 import triton
 import triton.language as tl
 
-from minuet.ops.sampling import columns
+from minuet.ops.sampling import columns, sizes
 from minuet.ops.triton.kernels.sampling import (
     INVERSE_TEMPERATURE,
     MODE,
@@ -35,8 +35,12 @@ UNIT = tl.constexpr(2.0**columns.WEIGHT_BITS)
 _LOWEST = tl.constexpr(-0x7F800001)  # what -inf sorts as
 _MANY = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 DECIDED = tl.constexpr(-1)
-# int64 of a row's state
-COUNT, TOTAL, ALIVE, EDGES, STATE = (tl.constexpr(i) for i in (0, 1, 2, 3, 4))
+# int64 of a row's state: of the row, of the search, and two for each of its rounds
+COUNT, TOTAL, ALIVE, EDGES = (tl.constexpr(i) for i in range(4))
+ARRIVED, LEAST, BEST, SLOTS = (tl.constexpr(i) for i in range(4, 8))
+STATE = tl.constexpr(sizes.STATE)
+BY_VALUE = tl.constexpr(sizes.VALUE_ROUNDS)
+_HALF = tl.constexpr(1 << 62)
 
 
 @triton.jit
@@ -106,11 +110,12 @@ def edges(state_ptr, row):
     return number_of((both >> 32).to(tl.int32)), both.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_per_part"])
 def collect_candidates(
     logits_ptr,  # [R, V] FP32
     stride,
     vocab,
+    tiles_per_part,
     params_ptr,
     state_ptr,  # [R, STATE] int64
     list_ptr,  # [R, LIST] int64
@@ -120,24 +125,26 @@ def collect_candidates(
     """List the candidates in any order, and sum the weights of the row."""
     row = tl.program_id(0)
     if tl.load(params_ptr + row * WIDTH + MODE) == FILTERED:
-        token = tl.program_id(1) * TILE + tl.arange(0, TILE)
+        at = state_ptr + row * STATE
         base = logits_ptr + row.to(tl.int64) * stride
-        x = tl.load(base + token, mask=token < vocab, other=NEVER)
         top, pivot = edges(state_ptr, row)
         inverse = parameter(params_ptr, row, INVERSE_TEMPERATURE)
-        weight = (share_of(x, top, inverse) * UNIT).to(tl.int64)
-        possible = x > NEVER
-        at = state_ptr + row * STATE
-        tl.atomic_add(at + TOTAL, tl.sum(weight, 0), sem="relaxed")
-        tl.atomic_add(at + ALIVE, tl.sum(possible.to(tl.int64), 0), sem="relaxed")
-        chosen = possible & (order_of(x) >= pivot)
-        flags = chosen.to(tl.int32)
-        many = tl.sum(flags, 0)
-        if many > 0:
-            first = tl.atomic_add(at + COUNT, many.to(tl.int64), sem="relaxed")
-            place = first + tl.cumsum(flags, 0) - 1
+        lane = tl.arange(0, TILE)
+        counters = at + COUNT + lane * 0
+        total = tl.zeros([TILE], tl.int64)
+        alive = tl.zeros([TILE], tl.int32)
+        for i in range(tiles_per_part):
+            token = (tl.program_id(1) * tiles_per_part + i) * TILE + lane
+            x = tl.load(base + token, mask=token < vocab, other=NEVER)
+            total += (share_of(x, top, inverse) * UNIT).to(tl.int64)
+            alive += (x > NEVER).to(tl.int32)
+            chosen = (x > NEVER) & (order_of(x) >= pivot)
+            # few are: each asks for its place, which needs no sum over the tile
+            place = tl.atomic_add(counters, 1, mask=chosen, sem="relaxed")
             here = list_ptr + row.to(tl.int64) * LIST + place
             tl.store(here, candidate(x, token, 0), mask=chosen & (place < LIST))
+        tl.atomic_add(at + TOTAL, tl.sum(total, 0), sem="relaxed")
+        tl.atomic_add(at + ALIVE, tl.sum(alive, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -162,6 +169,7 @@ def draw_listed(
     tokens_ptr,  # [R] int64
     stuck_ptr,  # [R] uint8
     LIST: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Draw from the kept set of a row if it ends among the candidates; COUNT tells that it did."""
     row = tl.program_id(0)
@@ -189,14 +197,35 @@ def draw_listed(
             known = (k <= count) | (k == alive)
             if (count == alive) | (known & ((kept < count) | (kept == k))):
                 token = token_of(key)
-                score = x * inverse + noise_of_tokens(params_ptr, row, token)
+                score = x * inverse + noise_of_tokens(params_ptr, row, token, NATIVE)
                 best = tl.max(candidate(tl.where(keep, score, NEVER), token, 0), 0)
                 tl.store(tokens_ptr + row, tl.where(alive > 0, token_of(best), 0).to(tl.int64))
                 tl.store(at + COUNT, DECIDED)
         tl.store(stuck_ptr + row, (alive == 0).to(tl.uint8))
 
 
+# --- the search ----------------------------------------------------------------------------------
+#
+# The programs of a row search together: each sums its part of the row, they add up their sums in a
+# slot of the row's state, one slot per round, and meet. Sums are whole numbers, so all see the same
+# and take the same turns. They wait for each other: the launch must have them all resident.
+
+
 @triton.jit
+def _meet(at, meeting, splits):
+    """Wait until every program of the row has come here; what they wrote before can be read."""
+    tl.debug_barrier()
+    if splits > 1:
+        goal = splits.to(tl.int64) * (meeting + 1)
+        tl.atomic_add(at + ARRIVED, 1, sem="release")
+        seen = tl.atomic_add(at + ARRIVED, 0, sem="acquire")
+        while seen < goal:
+            seen = tl.atomic_add(at + ARRIVED, 0, sem="acquire")
+        tl.debug_barrier()
+    return meeting + 1
+
+
+@triton.jit(do_not_specialize=["splits", "tiles_per_split"])
 def draw_searched(
     logits_ptr,  # [R, V] FP32
     stride,
@@ -205,68 +234,90 @@ def draw_searched(
     state_ptr,  # [R, STATE] int64
     list_ptr,  # [R, LIST] int64; written
     tokens_ptr,  # [R] int64
+    splits,  # programs of a row
+    tiles_per_split,
     TILE: tl.constexpr,
     LIST: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Find the end of the kept set in a row, where :func:`draw_listed` did not, and draw."""
-    row = tl.program_id(0)
+    row, split = tl.program_id(0), tl.program_id(1)
     at = state_ptr + row * STATE
     mode = tl.load(params_ptr + row * WIDTH + MODE)
     if (mode == FILTERED) & (tl.load(at + COUNT) != DECIDED):
         total, alive = tl.load(at + TOTAL), tl.load(at + ALIVE)
         base = logits_ptr + row.to(tl.int64) * stride
+        begin = split * tiles_per_split * TILE
+        end = tl.minimum(begin + tiles_per_split * TILE, vocab)
         room = list_ptr + row.to(tl.int64) * LIST
         top, _ = edges(state_ptr, row)
         inverse = parameter(params_ptr, row, INVERSE_TEMPERATURE)
         k = kept_at_most(params_ptr, row, alive)
         units = tl.load(params_ptr + row * WIDTH + TOP_P).to(tl.int64)
+        # zero is where the state starts, so the lowest order is kept upside down
+        lowest = order_of(_least(base, begin, end, TILE)).to(tl.int64)
+        tl.atomic_max(at + LEAST, 0x7FFFFFFF - lowest, sem="relaxed")
+        meeting = _meet(at, split * 0, splits)
+        lowest = 0x7FFFFFFF - tl.load(at + LEAST, volatile=True)
         k_class = tl.full([], _LOWEST, tl.int32)
         k_id = tl.full([], 0x7FFFFFFF, tl.int32)
         if k < alive:
-            k_class, k_id, total = _end_of(
-                base, vocab, top, inverse, alive, k, room, False, TILE, LIST
-            )
+            k_class, k_id, total, meeting = _end_of(
+                base, begin, end, vocab, at, meeting, splits, top, inverse, lowest, alive, k, room,
+                False, TILE, LIST,
+            )  # fmt: skip
         p_class = tl.full([], _LOWEST, tl.int32)
         p_id = tl.full([], 0x7FFFFFFF, tl.int32)
         if units != TOP_P_OFF:
             limit = limit_of(total, units)
-            p_class, p_id, total = _end_of(
-                base, vocab, top, inverse, alive, limit, room, True, TILE, LIST
-            )
+            p_class, p_id, total, meeting = _end_of(
+                base, begin, end, vocab, at, meeting, splits, top, inverse, lowest, alive, limit,
+                room, True, TILE, LIST,
+            )  # fmt: skip
         least = parameter(params_ptr, row, MIN_P)
         best = tl.full([TILE], NOTHING, tl.int64)
-        for first in range(0, vocab, TILE):
+        for first in range(begin, end, TILE):
             token = first + tl.arange(0, TILE)
             x = tl.load(base + token, mask=token < vocab, other=NEVER)
             order = order_of(x)
             keep = (order > k_class) | (order == k_class) & (token <= k_id)
             keep = keep & ((order > p_class) | (order == p_class) & (token <= p_id))
             keep = keep & (share_of(x, top, inverse) >= least) & (x > NEVER)
-            score = x * inverse + noise_of_tile(params_ptr, row, first, TILE)
+            score = x * inverse + noise_of_tile(params_ptr, row, first, TILE, NATIVE)
             best = tl.maximum(best, candidate(tl.where(keep, score, NEVER), token, 0))
-        tl.store(tokens_ptr + row, token_of(tl.max(best, 0)).to(tl.int64))
+        # the lowest bit is not used; made positive, as the state starts at zero
+        tl.atomic_max(at + BEST, (tl.max(best, 0) >> 1) + _HALF, sem="relaxed")
+        meeting = _meet(at, meeting, splits)
+        if split == 0:
+            found = (tl.load(at + BEST, volatile=True) - _HALF) << 1
+            tl.store(tokens_ptr + row, token_of(found).to(tl.int64))
 
 
 @triton.jit
 def _end_of(
-    base, vocab, top, inverse, alive, limit, list_ptr,
+    base, begin, end, vocab, at, meeting, splits, top, inverse, lowest, alive, limit, list_ptr,
     BY_WEIGHT: tl.constexpr, TILE: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """Where a kept set ends: the logit and the id of the last token kept, and the weight kept.
 
     A token is kept while what comes before it, tokens or their weight, is below ``limit``. Logits
     above which that much lies are told from others by halving what is between, until the tokens
-    between fit into the list, or are all equal.
+    between fit into the list, or are all equal. Values are halved first, then their order, which
+    bounds the rounds whatever the values are.
     """
-    low = order_of(_least(base, vocab, TILE)).to(tl.int64) - 1  # too much lies above it
+    low = lowest - 1  # too much lies above it
     high = order_of(top).to(tl.int64)  # and not above this
     above_low, above_high = alive, alive * 0
+    turn = meeting * 0
     while (high - low > 1) & (above_low - above_high > LIST):
         half = number_of(low.to(tl.int32)) * 0.5 + number_of(high.to(tl.int32)) * 0.5
         middle = order_of(half).to(tl.int64)
-        between = (middle > low) & (middle < high)
-        middle = tl.where(between, middle, low + (high - low) // 2)
-        above, weight = _sums(base, vocab, top, inverse, middle.to(tl.int32), BY_WEIGHT, TILE)
+        use = (middle > low) & (middle < high) & (turn < BY_VALUE)
+        middle = tl.where(use, middle, low + (high - low) // 2)
+        above, weight, meeting = _sums(
+            base, begin, end, at, meeting, splits, top, inverse, middle.to(tl.int32), BY_WEIGHT,
+            TILE,
+        )  # fmt: skip
         before = above
         if BY_WEIGHT:
             before = weight
@@ -275,33 +326,47 @@ def _end_of(
         above_high = tl.where(fits, above, above_high)
         low = tl.where(fits, low, middle)
         above_low = tl.where(fits, above_low, above)
-    above_high, weight_high = _sums(base, vocab, top, inverse, high.to(tl.int32), True, TILE)
+        turn += 1
+    above_high, weight_high, meeting = _sums(
+        base, begin, end, at, meeting, splits, top, inverse, high.to(tl.int32), True, TILE
+    )
     before = above_high
     if BY_WEIGHT:
         before = weight_high
     if above_low - above_high <= LIST:
-        tl.debug_barrier()  # whoever still reads the list
-        key = _between(base, vocab, low.to(tl.int32), high.to(tl.int32), list_ptr, TILE, LIST)
+        counter = at + SLOTS + 2 * meeting
+        _list_between(base, begin, end, low, high, list_ptr, counter, TILE, LIST)
+        meeting = _meet(at, meeting, splits)
+        found = tl.load(counter, volatile=True)
+        slot = tl.arange(0, LIST)
+        key = tl.load(list_ptr + slot, mask=slot < found, other=NOTHING, volatile=True)
         share = share_of(number_of((key >> 32).to(tl.int32)), top, inverse)
         weight = tl.where(key == NOTHING, 0, (share * UNIT).to(tl.int64))
         last = _last_kept(key, weight, low, high, limit - before, BY_WEIGHT)
         total = weight_high + tl.sum(tl.where(key >= last, weight, 0), 0)
-        return (last >> 32).to(tl.int32), token_of(last), total
+        last_class, last_id = (last >> 32).to(tl.int32), token_of(last)
+        meeting = _meet(at, meeting, splits)  # the list may be used again
     else:
-        equal = high.to(tl.int32)
-        each = (share_of(number_of(equal), top, inverse) * UNIT).to(tl.int64)
+        last_class = high.to(tl.int32)
+        each = (share_of(number_of(last_class), top, inverse) * UNIT).to(tl.int64)
         step = tl.full([], 1, tl.int64)
         if BY_WEIGHT:
             step = each
-        low_id = tl.full([], 0, tl.int32)
-        high_id = low_id + vocab
-        while low_id < high_id:
-            middle_id = (low_id + high_id) // 2
-            short = _members(base, vocab, equal, middle_id, TILE) * step < limit - before
-            low_id = tl.where(short, middle_id + 1, low_id)
+        last_id = tl.full([], 0, tl.int32)
+        high_id = last_id + vocab
+        while last_id < high_id:
+            middle_id = (last_id + high_id) // 2
+            members, meeting = _members(
+                base, begin, end, at, meeting, splits, last_class, middle_id, TILE
+            )
+            short = members * step < limit - before
+            last_id = tl.where(short, middle_id + 1, last_id)
             high_id = tl.where(short, high_id, middle_id)
-        members = _members(base, vocab, equal, low_id, TILE)
-        return equal, low_id, weight_high + members * each
+        members, meeting = _members(
+            base, begin, end, at, meeting, splits, last_class, last_id, TILE
+        )
+        total = weight_high + members * each
+    return last_class, last_id, total, meeting
 
 
 @triton.jit
@@ -321,56 +386,66 @@ def _last_kept(key, weight, low, high, left, BY_WEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _between(base, vocab, low, high, list_ptr, TILE: tl.constexpr, LIST: tl.constexpr):
-    """Candidates of the tokens with orders in (low, high], which fit into the list."""
-    found = tl.full([], 0, tl.int32)
-    for first in range(0, vocab, TILE):
-        token = first + tl.arange(0, TILE)
-        x = tl.load(base + token, mask=token < vocab, other=NEVER)
-        order = order_of(x)
+def _list_between(
+    base, begin, end, low, high, list_ptr, counter, TILE: tl.constexpr, LIST: tl.constexpr
+):  # fmt: skip
+    """List the tokens with orders in (low, high], in any order; they fit."""
+    lane = tl.arange(0, TILE)
+    for first in range(begin, end, TILE):
+        token = first + lane
+        x = tl.load(base + token, mask=token < end, other=NEVER)
+        order = order_of(x).to(tl.int64)
         chosen = (order > low) & (order <= high) & (x > NEVER)
-        flags = chosen.to(tl.int32)
-        place = found + tl.cumsum(flags, 0) - 1
+        place = tl.atomic_add(counter + lane * 0, 1, mask=chosen, sem="relaxed")
         tl.store(list_ptr + place, candidate(x, token, 0), mask=chosen & (place < LIST))
-        found += tl.sum(flags, 0)
-    tl.debug_barrier()  # other threads wrote what is read now
-    slot = tl.arange(0, LIST)
-    return tl.load(list_ptr + slot, mask=slot < found, other=NOTHING)
 
 
 @triton.jit
-def _least(base, vocab, TILE: tl.constexpr):
-    """The smallest possible logit of a row."""
+def _least(base, begin, end, TILE: tl.constexpr):
+    """The smallest possible logit of a part."""
     least = tl.full([TILE], float("inf"), tl.float32)
-    for first in range(0, vocab, TILE):
+    for first in range(begin, end, TILE):
         token = first + tl.arange(0, TILE)
-        x = tl.load(base + token, mask=token < vocab, other=NEVER)
+        x = tl.load(base + token, mask=token < end, other=NEVER)
         least = tl.minimum(least, tl.where(x > NEVER, x, float("inf")))
     return tl.min(least, 0)
 
 
 @triton.jit
-def _sums(base, vocab, top, inverse, order, WEIGHTS: tl.constexpr, TILE: tl.constexpr):
-    """Tokens of an order above ``order``, and their weight."""
+def _sums(
+    base, begin, end, at, meeting, splits, top, inverse, order, WEIGHTS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Tokens of an order above ``order``, and their weight, of the whole row."""
     above = tl.zeros([TILE], tl.int32)
     weight = tl.zeros([TILE], tl.int64)
-    for first in range(0, vocab, TILE):
+    for first in range(begin, end, TILE):
         token = first + tl.arange(0, TILE)
-        x = tl.load(base + token, mask=token < vocab, other=NEVER)
+        x = tl.load(base + token, mask=token < end, other=NEVER)
         higher = (order_of(x) > order) & (x > NEVER)
         above += higher.to(tl.int32)
         if WEIGHTS:
             weight += tl.where(higher, (share_of(x, top, inverse) * UNIT).to(tl.int64), 0)
-    return tl.sum(above, 0).to(tl.int64), tl.sum(weight, 0)
+    slot = at + SLOTS + 2 * meeting
+    tl.atomic_add(slot, tl.sum(above, 0).to(tl.int64), sem="relaxed")
+    if WEIGHTS:
+        tl.atomic_add(slot + 1, tl.sum(weight, 0), sem="relaxed")
+    meeting = _meet(at, meeting, splits)
+    return tl.load(slot, volatile=True), tl.load(slot + 1, volatile=True), meeting
 
 
 @triton.jit
-def _members(base, vocab, order, last_id, TILE: tl.constexpr):
-    """Tokens of exactly this order with an id of at most ``last_id``."""
+def _members(
+    base, begin, end, at, meeting, splits, order, last_id, TILE: tl.constexpr
+):  # fmt: skip
+    """Tokens of exactly this order with an id of at most ``last_id``, of the whole row."""
     found = tl.zeros([TILE], tl.int32)
-    for first in range(0, vocab, TILE):
+    for first in range(begin, end, TILE):
         token = first + tl.arange(0, TILE)
-        x = tl.load(base + token, mask=token < vocab, other=NEVER)
-        here = (token < vocab) & (order_of(x) == order) & (token <= last_id)
+        x = tl.load(base + token, mask=token < end, other=NEVER)
+        here = (token < end) & (order_of(x) == order) & (token <= last_id)
         found += here.to(tl.int32)
-    return tl.sum(found, 0).to(tl.int64)
+    slot = at + SLOTS + 2 * meeting
+    tl.atomic_add(slot, tl.sum(found, 0).to(tl.int64), sem="relaxed")
+    meeting = _meet(at, meeting, splits)
+    return tl.load(slot, volatile=True), meeting
