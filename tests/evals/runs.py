@@ -21,7 +21,6 @@ class Runs:
     folder: Path
     words: tuple[str, ...] = ("--kv-cache-pages", "320", "--max-num-seqs", "64")
     done: dict[str, Report] = field(default_factory=dict)
-    preemptions: dict[str, int] = field(default_factory=dict)
 
     @property
     def records(self) -> Records:
@@ -40,7 +39,6 @@ class Runs:
             with entries.server_for(means, model, {**base.flags, **changes}) as server:
                 for name, key in zip(names, keys, strict=True):
                     self.done[key] = self._one(name, means, server)
-                self.preemptions[keys[-1]] = _preemptions(server)
         return self.done[keys[-1]]
 
     def _replaced(self, word: str, changes: dict[str, object]) -> bool:
@@ -60,7 +58,3 @@ class Runs:
     def compare(self, first: Report, second: Report) -> Comparison:
         records = self.records
         return compare((records, first.run), (records, second.run))
-
-
-def _preemptions(server: Server) -> int:
-    return server.get("/stats")["preemptions"]

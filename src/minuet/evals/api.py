@@ -84,6 +84,7 @@ class Server:
             headers=headers,
             timeout=httpx.Timeout(self.timeout_s, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=self.connections),
+            verify=self.base_url.startswith("https://"),  # else certificates are read for nothing
         )
 
     def close(self) -> None:
