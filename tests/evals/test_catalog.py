@@ -226,5 +226,5 @@ def test_a_record_without_the_figure_is_refused_with_what_it_has():
 
 def test_a_benchmark_that_fails_says_why(tmp_path):
     nothing = entry({**BENCH, "command": ["nothing", "--json", "{out}"]})
-    with pytest.raises(MinuetError, match="ended with code 2.*nothing"):
+    with pytest.raises(MinuetError, match=r"ended with code 2.*nothing"):
         entries.run_entry(nothing, entries.Means(tmp_path / "x", print))
