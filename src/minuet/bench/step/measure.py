@@ -125,8 +125,12 @@ def time_step(runner: Runner, step: Step, effort: Effort) -> Times:
     with torch.inference_mode():
         launch = runner.launcher(step)
         seconds = time_calls(launch, device, iters=effort.iters, warmup=effort.warmup)
-        kernels = kernel_times(launch, device, iters=_PROFILED) if effort.profile else []
     engine_s = [_engine_step_s(runner, step) for _ in range(min(effort.iters, _ENGINE_STEPS))]
+    if not effort.profile:
+        return Times(seconds, engine_s, [])
+    # last: a profiler that was on once makes launches slower for good
+    with torch.inference_mode():
+        kernels = kernel_times(runner.launcher(step), device, iters=_PROFILED)
     return Times(seconds, engine_s, kernels)
 
 
