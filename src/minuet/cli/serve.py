@@ -7,6 +7,7 @@ from minuet.models.parsing import dialect_names
 
 SUMMARY = "Serve a model over HTTP, compatible with OpenAI's API."
 EXAMPLES = f"""examples:
+  minuet serve                        the small trained model that ships with Minuet
   minuet serve CHECKPOINT
   minuet serve CHECKPOINT --host 0.0.0.0 --port 8080 --api-key KEY --served-model-name m3
   minuet serve CHECKPOINT --max-num-seqs 64 --max-num-queued-reqs 256

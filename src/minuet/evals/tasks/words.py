@@ -1,4 +1,7 @@
-"""The words that problems are made of. Each is one token of minuet-tiny's vocabulary."""
+"""The words that problems are made of.
+
+Each is one token of minuet-tiny's vocabulary, but for boxes and cities, which take several.
+"""
 
 
 def _words(text: str) -> tuple[str, ...]:
