@@ -300,7 +300,8 @@ class EngineClient:
         self._fail_all(EngineError("the server is shutting down"))
         life = self._life
         if life is not None and life.process.poll() is None:
-            with contextlib.suppress(zmq.ZMQError):
+            # an engine that has just refused to start is about to end by itself and reads no more
+            with contextlib.suppress(zmq.ZMQError, TimeoutError):
                 await asyncio.wait_for(life.to_engine.send(ipc.encode(ipc.Stop())), 1.0)
             deadline = time.perf_counter() + _STOP_S
             while life.process.poll() is None and time.perf_counter() < deadline:
