@@ -5,6 +5,8 @@ import json
 import pytest
 
 from minuet.cli import main
+from minuet.errors import MinuetError
+from minuet.evals.serving import serving
 
 
 @pytest.fixture
@@ -143,12 +145,14 @@ def test_the_check_fails_with_the_faults(there, capsys):
     assert "p: against 'x', which is no accuracy entry" in capsys.readouterr().err
 
 
-def test_a_server_that_does_not_start_says_why(there, capsys, checkpoint):
-    folder = str(checkpoint("tiny"))
-    assert main(["eval", "lists", folder, "--kv-cache-pages", "1", "--quiet"]) == 1
-    said = capsys.readouterr().err
-    assert "the server ended with code 2" in said
-    assert "--kv-cache-pages" in said
+def test_a_server_that_does_not_start_says_why():
+    said = []
+    with (
+        pytest.raises(MinuetError, match=r"ended with code 2: unknown flag --nonsense"),
+        serving(["--nonsense"], said.append),
+    ):
+        raise AssertionError("it started")
+    assert any("--nonsense" in line for line in said)
 
 
 def test_a_running_server_takes_no_flags_of_the_engine(fake, there, capsys):
