@@ -50,20 +50,15 @@ WISHES = {
 # One of four ranks of M3: packed q, k, v and index projections; attention output; LM head
 WEIGHTS = {"qkv": (2560, 6144), "out": (6144, 2048), "lm_head": (50016, 6144)}
 TOKENS = (1, 4, 16, 64, 128, 2048)
-T = linear_form.Tile
+T, B = linear_form.Tile, linear_form.Block
 TILES = (
-    T(64, 128, 128, 4, 4, 132),
-    T(64, 128, 64, 4, 6, 132),
-    T(64, 128, 64, 4, 4, 264),
-    T(64, 64, 128, 4, 4, 132),
-    T(64, 64, 128, 4, 3, 264),
-    T(64, 64, 256, 4, 3, 132),
-    T(64, 32, 256, 4, 4, 132),
-    T(64, 256, 64, 8, 4, 132),
-    T(64, 256, 64, 4, 4, 132),
-    T(16, 64, 128, 4, 4, 264),
-    T(16, 128, 128, 4, 4, 132),
-    T(64, 128, 128, 8, 4, 132),
+    T(64, 128, 128, 4, 4, 132, 64, None),
+    T(64, 128, 128, 4, 4, 132, 64, B(128, 128, 8, 3)),
+    T(64, 128, 128, 4, 4, 132, 64, B(128, 256, 8, 2)),
+    T(64, 128, 128, 4, 4, 132, 64, B(256, 128, 8, 2)),
+    T(64, 128, 128, 4, 4, 132, 64, B(128, 128, 4, 3)),
+    T(64, 128, 64, 4, 6, 132, 64, B(128, 256, 8, 4)),
+    T(64, 128, 64, 4, 6, 132, 64, B(128, 128, 8, 4)),
 )
 
 
@@ -222,7 +217,7 @@ def linear(limit: float, tiles: Sequence[linear_form.Tile | None] = (None,)) -> 
         sets = max(1, int(COLD_BYTES / (n * k * 2)))
         weights = [torch.randn(n, k, device=DEVICE).bfloat16() / k**0.5 for _ in range(sets)]
         for tokens in TOKENS:
-            if None in tiles or tokens in (1, 64, 128):
+            if None in tiles or tokens in (1, 64, 2048):
                 yield {"what": f"linear {name}"} | _one_product(weights, tokens, limit, tiles)
         del weights
         torch.cuda.empty_cache()
@@ -245,7 +240,9 @@ def _one_product(
         label = "us"
         if tile is not None:
             label = f"{tile.m}x{tile.n}x{tile.k} w{tile.num_warps} s{tile.num_stages}"
-            label += f" p{tile.programs}"
+            label += f" {tile.many}"
+            same = torch.equal(got[:1], linear_form.invariant_linear(x[:1], weights[0], tile=tile))
+            label += " same bits" if same else " OTHER BITS"
         contenders[label] = lambda i, t=tile: linear_form.invariant_linear(x, weights[i], tile=t)
     contenders["cublas_us"] = lambda i: torch.nn.functional.linear(x, weights[i])
     times = compare(contenders, len(weights))

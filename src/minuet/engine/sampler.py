@@ -25,9 +25,10 @@ from torch import Tensor
 from minuet.engine import rows as row_data
 from minuet.engine.rows import Row, rows_of, wants_of
 from minuet.engine.types import NOT_FINITE, Request, Sampled, SamplingParams, TokenLogprobs
+from minuet.errors import ContractError
 from minuet.ops.sampling import columns
 from minuet.ops.sampling.reference import Report
-from minuet.ops.sampling.sizes import ENTRIES
+from minuet.ops.sampling.sizes import ENTRIES, PIECE
 from minuet.platform.arch import ARCHS
 from minuet.platform.device import Facility, facility
 from minuet.platform.triton import arch_name
@@ -45,6 +46,7 @@ _FORMS = {
     "triton": "minuet.ops.triton.sampling",
 }
 _ALIGNED = 4  # int32; kernels are compiled for pointers to 16 bytes
+_PIECES = 4
 
 
 @functools.cache
@@ -54,8 +56,50 @@ def _form(device: torch.device) -> Any:
 
 
 @functools.cache
-def _facility(device: torch.device) -> Facility:
-    return facility(device)
+def _desk(device: torch.device) -> "_Desk":
+    return _Desk(facility(device))
+
+
+class _Desk:
+    """Pinned memory for what goes to a device: one piece is filled while others are on their way.
+
+    Args:
+        device: where to.
+    """
+
+    def __init__(self, device: Facility):
+        self.device = device
+        self._pieces = [
+            (device.staging(PIECE, torch.int32), device.event()) for _ in range(_PIECES)
+        ]
+        self._turn = 0
+
+    def send(self, *arrays: np.ndarray) -> list[Tensor]:
+        """Arrays of int32 on the device, by one copy that nobody waits for.
+
+        Raises:
+            ContractError: more than a piece holds.
+        """
+        sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
+        total = sum(sizes)
+        if total > PIECE:
+            raise ContractError("parameters of a draw", got=total, expected=f"<= {PIECE} int32")
+        self._turn = (self._turn + 1) % _PIECES
+        host, event = self._pieces[self._turn]
+        if not event.query():  # it was sent several copies ago
+            event.synchronize()
+        memory, firsts, first = host.numpy(), [], 0
+        for array, size in zip(arrays, sizes, strict=True):
+            memory[first : first + array.size] = array.reshape(-1)
+            firsts.append(first)
+            first += size
+        there = torch.empty(total, dtype=torch.int32, device=self.device.device)
+        there.copy_(host[:total], non_blocking=True)
+        event.record()
+        return [
+            there[at : at + array.size].view(array.shape)
+            for at, array in zip(firsts, arrays, strict=True)
+        ]
 
 
 class _Fetched:
@@ -155,7 +199,7 @@ def draw(
     Returns:
         the tokens, and results to come; a row with a non-finite logit gets an error and no token.
     """
-    form, device = _form(logits.device), _facility(logits.device)
+    form, desk = _form(logits.device), _desk(logits.device)
     tokens, finite = greedy if greedy is not None else form.greedy(logits)
     wants = [wants_of(row.request.params) for row in rows]
     back = {"finite": finite}
@@ -166,14 +210,14 @@ def draw(
         if modes:
             tokens = tokens.clone()  # the caller's may belong to a graph
             back["stuck"] = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
-            (params,) = _upload(device, row_data.parameters(rows, engine_seed))
-            shaped = _shaped(form, device, logits, rows, params)
+            (params,) = desk.send(row_data.parameters(rows, engine_seed))
+            shaped = _shaped(form, desk, logits, rows, params)
             form.draw(shaped, params, tokens, back["stuck"], modes)
         most = max(one.logprobs for one in wants)
         if most >= 0:
-            (tops,) = _upload(device, np.array([one.logprobs for one in wants], np.int32))
+            (tops,) = desk.send(np.array([one.logprobs for one in wants], np.int32))
             back |= _parts(form.report(logits, tokens, tops, min(most, logits.shape[1])))
-    return Drawn(rows, tokens, _Fetched(device, {"tokens": tokens, **back}))
+    return Drawn(rows, tokens, _Fetched(desk.device, {"tokens": tokens, **back}))
 
 
 def verify(request: Request, drawn: Sequence[Sampled]) -> Sampled:
@@ -212,13 +256,13 @@ def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], top: int) -> tuple[
         next_ids: R token ids; the one that follows each position.
         top: alternatives to report.
     """
-    form, device = _form(logits.device), _facility(logits.device)
+    form, desk = _form(logits.device), _desk(logits.device)
     count, top = len(next_ids), min(top, logits.shape[1])
     packed = np.array(next_ids, np.int64).view(np.int32)
-    ids, tops = _upload(device, packed, np.full(count, top, np.int32))
+    ids, tops = desk.send(packed, np.full(count, top, np.int32))
     tokens = ids.view(torch.int64)
     report = form.report(logits, tokens, tops, top)
-    fetched = _Fetched(device, _parts(report))
+    fetched = _Fetched(desk.device, _parts(report))
     reports = _reports(fetched.wait(), next_ids, [top] * count)
     return tuple(r for r in reports if r is not None)
 
@@ -226,35 +270,20 @@ def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], top: int) -> tuple[
 # --- on the way to the device --------------------------------------------------------------------
 
 
-def _shaped(
-    form: Any, device: Facility, logits: Tensor, rows: Sequence[Row], params: Tensor
-) -> Tensor:
+def _shaped(form: Any, desk: _Desk, logits: Tensor, rows: Sequence[Row], params: Tensor) -> Tensor:
     """Logits after penalties, bias, minimum length and grammar; the input where nobody asks."""
     if not any(row.is_shaped for row in rows):
         return logits
     shaped = logits.clone()
     changes = row_data.entries(rows)
     for first in range(0, len(changes), ENTRIES):
-        (part,) = _upload(device, changes[first : first + ENTRIES])
+        (part,) = desk.send(changes[first : first + ENTRIES])
         form.shape(shaped, params, part)
     masked, allowed = row_data.masks(rows)
-    if len(masked):
-        form.mask(shaped, *_upload(device, masked, allowed))
+    many = PIECE // (allowed.shape[1] + 2 * _ALIGNED) if len(masked) else 1
+    for first in range(0, len(masked), many):
+        form.mask(shaped, *desk.send(masked[first : first + many], allowed[first : first + many]))
     return shaped
-
-
-def _upload(device: Facility, *arrays: np.ndarray) -> list[Tensor]:
-    """Arrays of int32 on the device, by one copy that nobody waits for."""
-    sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
-    host = device.staging(sum(sizes), torch.int32)
-    memory, views, first = host.numpy(), [], 0
-    for array, size in zip(arrays, sizes, strict=True):
-        memory[first : first + array.size] = array.ravel()
-        views.append((first, array))
-        first += size
-    there = torch.empty(host.shape, dtype=torch.int32, device=device.device)
-    there.copy_(host, non_blocking=True)
-    return [there[at : at + array.size].view(array.shape) for at, array in views]
 
 
 # --- on the way back -----------------------------------------------------------------------------
@@ -329,4 +358,6 @@ def rehearse(max_rows: int, vocab: int, max_logprobs: int, device: torch.device)
     for turn in range(len(kinds)):
         rows = [Row(requests[(turn + i) % len(kinds)]) for i in range(max_rows)]
         draw(logits, rows, 0, greedy=found).results()
+        # a row alone is searched by many programs, many rows by one each: another kernel
+        draw(logits[:1], rows[:1], 0).results()
     prompt_logprobs(logits, [0] * max_rows, max_logprobs)

@@ -36,6 +36,8 @@ SEARCH_PROGRAMS = 128
 """Programs that search together, all of which must be resident: no more than any chip has units."""
 ENTRIES = 1 << 16
 """Tokens with a penalty or bias that are sent at a time, of 16 bytes each."""
+PIECE = 4 * ENTRIES
+"""int32 sent at a time."""
 ANSWER_BYTES = 128
 """Token, flags and parameters of a row, rounded up."""
 
@@ -96,5 +98,5 @@ def scratch_bytes(rows: int, vocab: int, logprobs: int) -> int:
     depth = min(logprobs, REPORT_TILE)
     report = (tiles * (depth + 2) + logprobs + 2) * DType.INT64.itemsize
     mask = -(-vocab // 32) * DType.INT32.itemsize
-    sent = ENTRIES * 4 * DType.INT32.itemsize
+    sent = PIECE * DType.INT32.itemsize
     return sent + rows * (shaped + filtered + parts + report + mask + STATE * 8 + ANSWER_BYTES)

@@ -28,8 +28,25 @@ _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """What one program computes.
+
+    Attributes:
+        m: rows.
+        n: outputs.
+        num_warps: warps of the program.
+        num_stages: depth of its pipeline of loads.
+    """
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tile:
-    """The one configuration of a weight on an arch.
+    """How a product is cut on an arch; steps and splits of K are the same for any number of rows.
 
     Attributes:
         m: rows of a tile.
@@ -39,6 +56,8 @@ class Tile:
         num_stages: depth of the pipeline of loads.
         programs: tiles of one row block are split along K until they are so many.
         few: outputs of a tile of a weight with fewer than ``programs`` tiles of them.
+        many: the block where rows are many. A matrix instruction sums an output over 16 columns
+            whatever the block is, so the bits are those of the small one; a test compares them.
     """
 
     m: int
@@ -48,6 +67,13 @@ class Tile:
     num_stages: int
     programs: int
     few: int = 0
+    many: Block | None = None
+
+    def block(self, rows: int, n_size: int) -> Block:
+        """The block for so many rows and outputs."""
+        if self.many is not None and rows > _SPLIT_ROWS:
+            return self.many
+        return Block(self.m, self.width(n_size), self.num_warps, self.num_stages)
 
     def width(self, n_size: int) -> int:
         """Outputs of a tile, from the number of outputs alone."""
@@ -60,7 +86,7 @@ class Tile:
         return int(triton.cdiv(steps, triton.cdiv(steps, wanted)))  # no part is empty
 
 
-_HOPPER = Tile(64, 128, 128, 4, 4, 132, few=64)
+_HOPPER = Tile(64, 128, 128, 4, 4, 132, few=64, many=Block(128, 128, 8, 3))
 _CDNA = Tile(64, 128, 64, 4, 2, 256)
 TILES: Mapping[str, Tile] = MappingProxyType(
     {
@@ -112,18 +138,18 @@ def linear_launches(
         target = torch.empty((splits, rows, n_size), dtype=torch.float32, device=x.device)
     # the interpreter multiplies 16-bit numbers wrongly
     operand: Any = tl.float32 if arch == "cpu" else _OPERANDS[x.dtype]
-    width = tile.width(n_size)
-    tiles = triton.cdiv(n_size, width), triton.cdiv(rows, tile.m)
+    block = tile.block(rows, n_size)
+    tiles = triton.cdiv(n_size, block.n), triton.cdiv(rows, block.m)
     yield Launch(
         kernels.linear_tiles,
         (*tiles, splits) if side_by_side else tiles,
         {
             "x_ptr": x, "w_ptr": weight, "out_ptr": target, "rows": rows, "n_size": n_size,
             "k_size": k_size, "x_stride": x.stride(0), "w_stride": weight.stride(0),
-            "splits": splits, "M": tile.m, "N": width, "K": tile.k,
+            "splits": splits, "M": block.m, "N": block.n, "K": tile.k,
             "EVEN_K": k_size % tile.k == 0, "SPLIT": side_by_side, "OPERAND": operand,
         },
-        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        {"num_warps": block.num_warps, "num_stages": block.num_stages},
     )  # fmt: skip
     if side_by_side:
         size = rows * n_size
