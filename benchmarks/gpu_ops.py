@@ -327,7 +327,9 @@ def candidates(which: str, tokens: int) -> Iterator[Candidate]:
             (16,), (16, 32, 64, 128), (64, 128, 256, 512), (2, 4, 8), (2, 3, 4, 5, 6)
         )
     else:
-        rows = {512: (16, 32, 64), 2048: (32, 64, 128)}.get(tokens, (64, 128, 256))
+        rows = (
+            (16, 32, 64) if tokens <= 512 else (32, 64, 128) if tokens <= 2048 else (64, 128, 256)
+        )
         grid = itertools.product(rows, (64, 128, 256), (64, 128), (4, 8), (3, 4))
     for rows, n, c, warps, stages in grid:
         weights = n * (2 if which == "up" else 1)

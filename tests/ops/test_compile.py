@@ -10,15 +10,15 @@ from tests.ops.triton_compile import launches
 
 pytestmark = pytest.mark.compile
 
-MATRIX = ("router_logits", "experts_up", "experts_down", "project_few")
+MATRIX = ("router_logits", "experts_up", "experts_down")
 # sine and cosine of large angles: the library keeps a table of 2 / pi on the stack
 STACK_BYTES = {"cos_sin": 64}
 
 FEW = ("router_logits_few", "route_step", "experts_up", "experts_down", "add_norm_parts")
-MANY = ("router_logits", "route_tokens", "route_layout", "route_rows", "experts_up", "experts_down")
+MANY = ("router_logits", "route_layout", "route_rows", "experts_up", "experts_down")
 STEPS = [
     *(("sm90", 4, name) for name in (*FEW, "project_few", "add_norm", "gate", "cos_sin")),
-    *(("sm90", 64, name) for name in ("router_logits_few", "route_place", "project_few")),
+    *(("sm90", 64, name) for name in ("router_logits", "route_tokens", "route_place")),
     *(("sm90", 8192, name) for name in MANY),
     *(
         (arch, tokens, name)

@@ -58,10 +58,11 @@ def launches(arch: str) -> dict[str, Launch]:
     ("arch", "name"),
     [
         *(("sm90", name) for name in EVERY),
+        *(("gfx942", name) for name in ("draw_listed", "draw_searched", "collect_candidates")),
         *(
             (arch, name)
             for arch in ("gfx942", "gfx950", "gfx1250")
-            for name in ("draw_parts", "draw_listed", "draw_searched", "linear_split")
+            for name in ("draw_parts", "linear_split", "linear_whole")
         ),
     ],
 )

@@ -49,14 +49,10 @@ def launches(arch: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> dic
         *moe.expert_launches(x, mine, routing, parts.values, tiling, target),
     ]
     named = {one.kernel.__name__: one for one in made}
-    for outputs, inputs in ((2560, HIDDEN), (HIDDEN, 2048)):
-        for how in target.projections:
-            if tokens <= how.upto:
-                weight_oi = _empty(outputs, inputs, dtype=dtype)
-                out = _empty(tokens, outputs, dtype=dtype)
-                y = _empty(tokens, inputs, dtype=dtype)
-                named["project_few"] = launch.project_launch(y, weight_oi, out, how, target)
-                break
+    if tokens <= 4 and target.pdl:
+        how = config.Projection(4, 4, 4, 2048, 8)
+        qkv, packed = _empty(2560, HIDDEN, dtype=dtype), _empty(tokens, 2560, dtype=dtype)
+        named["project_few"] = launch.project_launch(x, qkv, packed, how, target)
     named["add_norm"] = launch.rows_launch(x, x, x, x, weight, 1e-6, target)
     named["add_norm_parts"] = launch.rows_launch(x, parts, x, x, weight, 1e-6, target)
     return named

@@ -97,14 +97,14 @@ class Projection:
         upto: applies up to this many rows.
         rows: of a program, at least ``upto``.
         outputs: output channels of a program.
-        lanes: groups of 8 input channels of a step of the loop.
+        channels: input channels taken at once.
         warps: warps per program.
     """
 
     upto: int
     rows: int
     outputs: int
-    lanes: int
+    channels: int
     warps: int
 
 
@@ -162,7 +162,7 @@ _NVIDIA = Target(
         Sorting(2048, 16, 4, 3, 4),
         Sorting(MANY, 32, 4, 3, 4),
     ),
-    projections=(Projection(4, 4, 8, 128, 4),),
+    projections=(),
 )
 _SM80 = replace(_NVIDIA, pdl=False)
 
@@ -207,7 +207,7 @@ _INTERPRETER = replace(
         Sorting(64, 4, 1, 2),
         Sorting(MANY, 16, 1, 3),
     ),
-    projections=(Projection(4, 4, 4, 4, 1),),
+    projections=(Projection(4, 4, 4, 64, 1),),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

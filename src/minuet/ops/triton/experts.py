@@ -24,7 +24,8 @@ from minuet.platform.triton import Launch
 
 # T tokens, H hidden, E experts, K experts of a token, I expert width
 
-_LAYOUT_TILES = 32  # token tiles that the layout of a large step takes at once
+# token tiles that the layout of a large step takes at once, and its warps: fewer would spill
+_LAYOUT_TILES, _LAYOUT_WARPS = 32, 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +234,7 @@ def _sort_launches(
     )
     return (
         chooser,
-        Launch(route_kernels.route_layout, (1,), layout, options),
+        Launch(route_kernels.route_layout, (1,), layout, options_of(target, _LAYOUT_WARPS)),
         Launch(
             route_kernels.route_rows,
             (token_tiles,),

@@ -227,7 +227,8 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
         weight: [OUT, IN] in one piece.
     """
     target = target_of(x.device)
-    if not 0 < x.shape[0] <= max((c.upto for c in target.projections), default=0):
+    most = max((c.upto for c in target.projections), default=0)
+    if not 0 < x.shape[0] <= most or not x.is_contiguous():
         return F.linear(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     project_launch(x, weight, out, cut(target.projections, x.shape[0]), target)()
@@ -238,19 +239,18 @@ def project_launch(
     x: Tensor, weight: Tensor, out: Tensor, how: Projection, target: Target
 ) -> Launch:
     """The launch of :func:`project` for few rows."""
-    if x.stride(1) != 1 or not weight.is_contiguous():
-        raise ContractError("operands", got=(x.stride(), weight.stride()), expected="whole rows")
+    if not (x.is_contiguous() and weight.is_contiguous()):
+        raise ContractError("operands", got=(x.stride(), weight.stride()), expected="in one piece")
     args = dict(
         x_ptr=x,
         weight_ptr=weight,
         out_ptr=out,
         num_tokens=x.shape[0],
-        stride_x=x.stride(0),
         IN=weight.shape[1],
         OUT=weight.shape[0],
         M=how.rows,
         N=how.outputs,
-        LANES=how.lanes,
+        C=min(how.channels, power_of_2(weight.shape[1])),
         PDL=target.pdl,
     )
     grid = (triton.cdiv(weight.shape[0], how.outputs),)

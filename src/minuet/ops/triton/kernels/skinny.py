@@ -6,35 +6,38 @@ import triton.language as tl
 from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride_x"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def project_few(
-    x_ptr,  # [T, IN], rows stride_x apart
+    x_ptr,  # [T, IN]
     weight_ptr,  # [OUT, IN]
     out_ptr,  # [T, OUT]
     num_tokens,
-    stride_x,
-    IN: tl.constexpr, OUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, LANES: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """``x @ weight.T``: N output channels of all of at most M rows; sums over lanes come last."""
-    row = tl.arange(0, M)[:, None, None, None]
+    """``x @ weight.T``: N output channels of all of at most M rows, C input channels at a time.
+
+    The first weights are asked for before the kernel before is done: weights do not change.
+    """
+    row = tl.arange(0, M)
     n = tl.program_id(0) * N + tl.arange(0, N)
-    lane = tl.arange(0, LANES)[None, None, :, None] * 8 + tl.arange(0, 8)[None, None, None, :]
-    x_at = x_ptr + row.to(tl.int64) * stride_x + lane
-    weights_at = weight_ptr + n.to(tl.int64)[None, :, None, None] * IN + lane
-    total = tl.zeros((M, N, LANES), tl.float32)
-    wait_for_previous(PDL)
-    for k in tl.range(0, IN, LANES * 8):
-        inside = lane < IN - k
-        x = tl.load(x_at + k, mask=(row < num_tokens) & inside, other=0.0)
-        if IN % (LANES * 8) == 0 and OUT % N == 0:
-            weights = tl.load(weights_at + k)
+    total = tl.zeros((N, M), tl.float32)
+    for k in tl.static_range(0, IN, C):
+        channel = k + tl.arange(0, C)
+        at = weight_ptr + n.to(tl.int64)[:, None] * IN + channel[None, :]
+        if IN % C == 0 and OUT % N == 0:
+            weights = tl.load(at).to(tl.float32)
         else:
-            mask = (n < OUT)[None, :, None, None] & inside
-            weights = tl.load(weights_at + k, mask=mask, other=0.0)
-        total += tl.sum(x.to(tl.float32) * weights.to(tl.float32), 3)
-    out = tl.sum(total, 2)
-    at = out_ptr + tl.arange(0, M).to(tl.int64)[:, None] * OUT + n[None, :]
-    mask = (tl.arange(0, M) < num_tokens)[:, None] & (n < OUT)[None, :]
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=mask)
+            inside = (n < OUT)[:, None] & (channel < IN)[None, :]
+            weights = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if k == 0:
+            wait_for_previous(PDL)
+        for m in tl.static_range(M):
+            inside = (channel < IN)[None, :] & (m < num_tokens)
+            x = tl.load(x_ptr + m * IN + channel[None, :], mask=inside, other=0.0)
+            product = tl.sum(weights * x.to(tl.float32), 1)
+            total += tl.where(row[None, :] == m, product[:, None], 0.0)
+    at = out_ptr + row[None, :] * OUT + n[:, None]
+    mask = (row < num_tokens)[None, :] & (n < OUT)[:, None]
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
     let_next_start(PDL)
