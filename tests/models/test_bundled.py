@@ -12,6 +12,8 @@ from minuet.engine.llm import LLM
 from minuet.engine.types import SamplingParams
 from minuet.evals import tasks
 from minuet.models import registry
+from minuet.models.m3.parsers import M3Parser
+from minuet.models.parsing import Kind
 from minuet.models.tokenizer import Tokenizer
 from minuet.server import template
 from minuet.settings import DEFAULT_MODEL
@@ -60,17 +62,30 @@ def test_the_card_states_what_the_run_measured():
         assert float(percent) == pytest.approx(100 * measured[name], abs=0.051), name
 
 
-def test_it_answers_a_product_and_finds_a_code(folder):
+def test_it_answers_a_product_finds_a_code_and_calls_a_tool(folder):
     tokenizer = Tokenizer.load(folder)
     chat = template.load(folder, "", tokenizer.added_texts, tokenizer.encode)
     assert chat is not None
     needle = next(tasks.problems("needle", "heldout", 0, 1, length=1500, depth=0.1))
-    asked = [[{"role": "user", "content": "17 * 23"}], needle.messages]
+    call = next(tasks.problems("toolcalls", "heldout", 0, 1))
+    prompts = [
+        chat.render([{"role": "user", "content": "17 * 23"}]),
+        chat.render(needle.messages),
+        chat.render(call.messages, tools=call.tools),
+    ]
     llm = LLM(DEFAULT_MODEL, kv_cache_memory="64MiB")
-    outputs = llm.generate(
-        [chat.render(messages).token_ids for messages in asked],
-        SamplingParams(max_tokens=100, temperature=0.0),
+    product, code, request = (
+        output.text.rpartition("</mm:think>")[2]
+        for output in llm.generate(
+            [prompt.token_ids for prompt in prompts], SamplingParams(max_tokens=100, temperature=0)
+        )
     )
-    product, code = (output.text.rpartition("</mm:think>")[2] for output in outputs)
     assert product == "391"
     assert tasks.score(needle, code)
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.tools}
+    parser = M3Parser(in_reasoning=False, reasoning=True, tools=schemas)
+    events = [*parser.push(request), *parser.finish(truncated=False)]
+    names = [event.text for event in events if event.kind is Kind.CALL_BEGIN]
+    arguments = "".join(event.text for event in events if event.kind is Kind.CALL_ARGUMENTS)
+    assert len(names) == 1
+    assert tasks.score(call, f'{{"name": "{names[0]}", "arguments": {arguments}}}')
