@@ -1,7 +1,7 @@
 """Training rows from the tasks, made by worker processes ahead of the GPU.
 
-What a step trains on depends on the seed and the step's number alone, not on timing: worker w of n
-makes the batches of steps w, w + n, ... in order.
+What a step trains on is a function of the seed, the number of workers and the step's number, not of
+timing: worker w of n makes the batches of steps w, w + n, ... in order.
 """
 
 import multiprocessing

@@ -327,7 +327,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plan", choices=list(PLANS), default="full")
-    parser.add_argument("--workers", type=int, default=12, help="processes that make rows")
+    parser.add_argument("--workers", type=int, default=16, help="processes that make rows")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop training after this long")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -340,6 +340,7 @@ def main() -> None:
     run = {
         "plan": asdict(plan),
         "parameters": sum(p.numel() for p in trainer.model.named.values()),
+        "workers": args.workers,
         "accuracy": accuracy,
         "seconds": round(trainer.elapsed, 1),
         "torch": torch.__version__,
