@@ -121,10 +121,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Start, load, make a record."""
+    """Start, load at each concurrency, and write what is known after each."""
     part = SliceSpec(args.rank_of, args.layers, args.dense_layers)
     wanted = metrics.Wanted(percentiles=(50.0, 90.0, 99.0))
-    runs = []
     with tempfile.TemporaryDirectory(prefix="minuet-") as scratch:
         path, name = args.model, Path(args.model).name
         if not part.is_whole:
@@ -132,31 +131,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         words = [path, "--load-format", "dummy", "--served-model-name", name]
         words += ["--max-num-seqs", str(max(args.concurrency)), "--no-enable-prefix-caching"]
         with serving(words + args.serve) as (url, start_s):
+            found = {
+                **record.header(),
+                "kind": "minuet bench serve on a slice",
+                "model": {"name": name, "rank_of": args.rank_of, "layers": args.layers},
+                "gpus": record.gpus(),
+                "until_ready_s": round(start_s, 1),
+                "runs": [],
+                **record.metadata(args.metadata),
+            }
             for concurrency in args.concurrency:
                 result, outcomes = ask(load(url, concurrency, args), wanted)
                 for line in (*metrics.block(result, wanted), *metrics.failures(outcomes)):
-                    print(line)
-                server, _ = result.pop("server"), result.pop("environment")
-                result["after_ready"] = server.pop("after_ready", None)
-                runs.append(result)
-    server.pop("base_url")
-    return {
-        **record.header(),
-        "kind": "minuet bench serve on a slice",
-        "model": {"name": args.model, "rank_of": args.rank_of, "layers": args.layers},
-        "gpus": record.gpus(),
-        "until_ready_s": round(start_s, 1),
-        "server": {**server, "model": {**server["model"], "name": name}},
-        "runs": runs,
-        **record.metadata(args.metadata),
-    }
+                    print(line, flush=True)
+                del result["environment"]
+                server = result.pop("server")
+                found["server"] = {**server, "base_url": None, "model": {**server["model"]}}
+                found["server"]["model"]["name"] = name
+                found["runs"].append({**result, "after_ready": server["after_ready"]})
+                if args.output:
+                    record.write(found, args.output)
+    return found
 
 
 def main() -> int:
-    args = parse()
-    found = run(args)
-    if args.output:
-        record.write(found, args.output)
+    found = run(parse())
     return 1 if any(one["failed"] for one in found["runs"]) else 0
 
 

@@ -11,7 +11,6 @@ docs/benchmarking.md.
 import argparse
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from minuet.bench.step.measure import (  # noqa: E402
     Times,
     distinct_experts,
     entry,
+    profile_step,
     step_of,
     time_step,
 )
@@ -47,33 +47,34 @@ def in_turns(
 ) -> dict[str, list[list[Times]]]:
     """Times by KV type, cell and round; the types take turns within a cell."""
     times: dict[str, list[list[Times]]] = {kv: [[] for _ in CELLS] for kv in engines}
-    for number in range(args.rounds):
-        effort = Effort(args.num_iters, profile=number == args.rounds - 1)
+    for _ in range(args.rounds):
         for place in range(len(CELLS)):
             for kv, engine in engines.items():
-                times[kv][place].append(time_step(engine.runner, steps[kv][place], effort))
+                seen = time_step(engine.runner, steps[kv][place], Effort(args.num_iters))
+                times[kv][place].append(seen)
     return times
 
 
 def kept(rounds: list[Times]) -> tuple[Times, list[float]]:
-    """The median round, with the kernels of the last, and the median of every round in ms."""
+    """The median round, and the median of every round in ms."""
     medians = [statistics.median(seen.device_s) for seen in rounds]
     middle = rounds[medians.index(statistics.median_low(medians))]
-    return replace(middle, kernels=rounds[-1].kernels), [round(s * 1e3, 4) for s in medians]
+    return middle, [round(s * 1e3, 4) for s in medians]
 
 
 def measure(
     engines: dict[str, Engine], cells: list[Cell], args: argparse.Namespace, read: float
 ) -> list[dict[str, Any]]:
-    """An entry per cell and KV type."""
+    """An entry per cell and KV type; first all times, then a look into each step."""
     steps = {kv: [step_of(engine, cell) for cell in cells] for kv, engine in engines.items()}
     times = in_turns(engines, steps, args)
     found = []
     for place, cell in enumerate(cells):
         for kv, engine in engines.items():
-            middle, rounds_ms = kept(times[kv][place])
-            experts = distinct_experts(engine.runner, steps[kv][place])
-            one = entry(engine, cell, middle, experts, read)
+            step, (middle, rounds_ms) = steps[kv][place], kept(times[kv][place])
+            kernels = profile_step(engine.runner, step)
+            experts = distinct_experts(engine.runner, step)
+            one = entry(engine, cell, middle, kernels, experts, read)
             found.append({"kv_cache_dtype": kv, **one, "rounds_ms": rounds_ms})
     return found
 
@@ -123,7 +124,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--dense-layers", type=int)
     parser.add_argument("--num-iters", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="odd, so that one is the median")
     parser.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--output", type=Path)
     return parser.parse_args(words)

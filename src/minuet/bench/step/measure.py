@@ -84,12 +84,14 @@ def measure(
         ConfigError: the pool does not hold a cell's contexts.
     """
     steps = [step_of(engine, cell, seed) for cell in cells]
-    times = [time_step(engine.runner, step, effort) for step in steps]
+    runner = engine.runner
+    times = [time_step(runner, step, effort) for step in steps]
+    kernels = [profile_step(runner, step) if effort.profile else [] for step in steps]
     # last: outside their graphs, steps take memory and kernels that nobody prepared
-    experts = [distinct_experts(engine.runner, step) for step in steps]
+    experts = [distinct_experts(runner, step) for step in steps]
     return [
-        entry(engine, cell, seen, visited, read_bytes_per_s)
-        for cell, seen, visited in zip(cells, times, experts, strict=True)
+        entry(engine, *seen, read_bytes_per_s)
+        for seen in zip(cells, times, kernels, experts, strict=True)
     ]
 
 
@@ -111,12 +113,10 @@ class Times:
     Attributes:
         device_s: on the device, per iteration.
         engine_s: from handing it to the engine to holding its tokens, per iteration.
-        kernels: of one step, the longest first; empty without a profile.
     """
 
     device_s: list[float]
     engine_s: list[float]
-    kernels: list[KernelTime]
 
 
 def time_step(runner: Runner, step: Step, effort: Effort) -> Times:
@@ -125,17 +125,24 @@ def time_step(runner: Runner, step: Step, effort: Effort) -> Times:
     with torch.inference_mode():
         launch = runner.launcher(step)
         seconds = time_calls(launch, device, iters=effort.iters, warmup=effort.warmup)
-    engine_s = [_engine_step_s(runner, step) for _ in range(min(effort.iters, _ENGINE_STEPS))]
-    if not effort.profile:
-        return Times(seconds, engine_s, [])
-    # last: a profiler that was on once makes launches slower for good
+    rounds = range(min(effort.iters, _ENGINE_STEPS))
+    return Times(seconds, [_engine_step_s(runner, step) for _ in rounds])
+
+
+def profile_step(runner: Runner, step: Step) -> list[KernelTime]:
+    """The kernels of a step. Times taken after it are no longer those of a process at rest."""
+    device = runner.cache.layers[0].k.device
     with torch.inference_mode():
-        kernels = kernel_times(runner.launcher(step), device, iters=_PROFILED)
-    return Times(seconds, engine_s, kernels)
+        return kernel_times(runner.launcher(step), device, iters=_PROFILED)
 
 
 def entry(
-    engine: Engine, cell: Cell, times: Times, experts: Sequence[int], read_bytes_per_s: float
+    engine: Engine,
+    cell: Cell,
+    times: Times,
+    kernels: Sequence[KernelTime],
+    experts: Sequence[int],
+    read_bytes_per_s: float,
 ) -> dict[str, Any]:
     """A cell as a record has it.
 
@@ -143,6 +150,7 @@ def entry(
         engine: that ran it.
         cell: what was run.
         times: how long it took.
+        kernels: of one step; may be empty.
         experts: see :func:`distinct_experts`.
         read_bytes_per_s: see :func:`measure`.
     """
@@ -157,8 +165,8 @@ def entry(
         "submit_to_result_ms": summary(times.engine_s, 1e3),
         **_against_limit(engine, cell, times.device_s, experts, read_bytes_per_s),
     }
-    if times.kernels:
-        found["kernels"] = kernel_rows(times.kernels, step_ms["median"])
+    if kernels:
+        found["kernels"] = kernel_rows(kernels, step_ms["median"])
     return found
 
 
