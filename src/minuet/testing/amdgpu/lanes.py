@@ -166,7 +166,7 @@ _Moves = Callable[[IntArray, IntArray], tuple[IntArray, IntArray]]
 # ds.read.tr16.b64 (gfx950): "AMD Instinct CDNA4 ISA", 11.4 "MFMA Transpose Load from LDS" (all
 # lanes active, address aligned to the data); the mapping is spelt out in the lowering of Triton's
 # AMD backend, MemoryOpToLLVM.cpp (lane 0 takes the first element of lanes 0, 4, 8, 12; lane 4 that
-# of lanes 1, 5, 9, 13) and agrees with how FlyDSL's gfx950 kernels address it.
+# of lanes 1, 5, 9, 13), and public gfx950 kernels in FlyDSL address it so: four lanes to a row.
 # ds.load.tr16.b128, ds.load.tr8.b64 (gfx1250): AMD, "A Deep Dive into LDS Optimizations on AMD
 # Instinct MI450 GPUs", rocm.blogs.amd.com, 2026-08-28, figures 1 and 4; the same in Triton's
 # MemoryOpToLLVM.cpp.
