@@ -347,7 +347,7 @@ def _merge_launch(
         C=common["C"],
         VECTORS=how.vectors,
         WIDTH=width,
-        CHUNK=min(how.chunk, power_of_2(static_parts)) if static_parts else how.chunk,
+        CHUNK=min(how.chunk, power_of_2(static_parts or plan.most_parts)),
         STATIC_PARTS=static_parts,
         PAIRS=common["PAIRS"],
         EARLY=how.early,

@@ -37,7 +37,7 @@ class Merge:
         upto: the entry of its table for up to this many parts (dense) or rows (sparse).
         vectors: query vectors of a program.
         width: channels of a program.
-        chunk: parts taken at once.
+        chunk: parts taken at once, if a row can have as many.
         warps: warps per program.
         early: lets the next kernel's prologue start before the merge. Its programs take places
             while ours still run: pays but for large grids of sparse rows.
@@ -76,7 +76,8 @@ class Target:
         score_vectors: query vectors (tokens x index heads) of a prefill score tile.
         merge: merge of parts of dense decode, by parts of a row.
         merge_blocks: merge of parts of sparse decode, by rows of the step.
-        few_blocks: blocks up to which a row ranks all against all.
+        few_blocks: blocks up to twice which a row ranks fours of blocks first; up to half of it,
+            all against all.
         many_blocks: blocks up to which a row ranks groups first; taken at once beyond.
         parts_per_unit: parts of dense decode per compute unit, 16-bit cache.
         parts_per_unit_fp8: the same, FP8 cache: a second part hides the conversions of the first.
@@ -112,7 +113,7 @@ class Target:
     merge: tuple[Merge, ...] = (
         Merge(8, 1, 128, 8, 1, True),
         Merge(24, 1, 64, 16, 1, True),
-        Merge(MANY, 1, 32, 64, 2, True),
+        Merge(MANY, 1, 32, 128, 2, True),
     )
     merge_blocks: tuple[Merge, ...] = (
         Merge(4, 1, 32, 16, 1, True),

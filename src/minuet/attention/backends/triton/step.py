@@ -147,6 +147,7 @@ class Plan:
         scores_at_once: a decode step whose scores fit: ``attend`` chooses from them.
         chunks: how any other step is selected for and attended, one after another.
         slots: partial results per KV head of dense decode.
+        most_parts: parts of a sequence of dense decode.
         scratch: partial results, scores, lists.
     """
 
@@ -163,6 +164,7 @@ class Plan:
     scores_at_once: bool
     chunks: tuple[Chunk, ...]
     slots: int
+    most_parts: int
     scratch: Scratch
 
     @property
@@ -289,7 +291,8 @@ class Planner:
         self._turn ^= 1
         host, copied = self._host[self._turn], self._copied[self._turn]
         copied.synchronize()
-        if self.shape.query_len:
+        decodes = self.shape.query_len > 0
+        if decodes:
             num_tiles, chunks = 0, self._fill_decode(self._turn, batch)
         else:
             num_tiles, chunks = self._fill_prefill(host.numpy(), batch)
@@ -308,7 +311,8 @@ class Planner:
             row_tile_tokens=self._row_tile_tokens,
             scores_at_once=self.scores_at_once,
             chunks=chunks,
-            slots=self._dense.slots if self.shape.query_len else 0,
+            slots=self._dense.slots if decodes else 0,
+            most_parts=min(self._dense.max_parts, self._dense.max_tiles) if decodes else 0,
             scratch=self._scratch,
         )
 
