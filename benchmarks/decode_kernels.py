@@ -289,6 +289,9 @@ def main() -> None:
         except ImportError as missing:
             why = f"not importable: {missing}"
     report["header"] |= {"peer": peer_module.VERSION if peer_module else why}
+    for row in uneven(pool, target, limits["read_tbs"]):
+        report["rows"].append(row)
+        print(json.dumps(row), flush=True)
     for name in args.cases.split(","):
         for batch, context in sizes:
             cell = Cell(CASES[name], batch, context, pool.cache(CASES[name]), target)
@@ -316,9 +319,6 @@ def main() -> None:
             args.out.write_text(json.dumps(report, indent=1) + "\n")
             del cell, contenders
             torch.cuda.empty_cache()
-    for row in uneven(pool, target, limits["read_tbs"]):
-        report["rows"].append(row)
-        print(json.dumps(row), flush=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
