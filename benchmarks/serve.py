@@ -120,6 +120,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def without_paths(server: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a server says of itself, less where this run kept its files and ports."""
+    said = {key: value for key, value in server.items() if key not in ("base_url", "after_ready")}
+    said["model"] = {**said["model"], "name": name}
+    said["config"] = {key: value for key, value in said["config"].items() if key != "model"}
+    return said
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Start, load at each concurrency, and write what is known after each."""
     part = SliceSpec(args.rank_of, args.layers, args.dense_layers)
@@ -146,8 +154,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     print(line, flush=True)
                 del result["environment"]
                 server = result.pop("server")
-                found["server"] = {**server, "base_url": None, "model": {**server["model"]}}
-                found["server"]["model"]["name"] = name
+                found["server"] = without_paths(server, name)
                 found["runs"].append({**result, "after_ready": server["after_ready"]})
                 if args.output:
                     record.write(found, args.output)
