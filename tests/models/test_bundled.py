@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from training.train import PLANS
 
 from minuet.config import read_options
@@ -17,6 +18,8 @@ from minuet.models.parsing import Kind
 from minuet.models.tokenizer import Tokenizer
 from minuet.server import template
 from minuet.settings import DEFAULT_MODEL
+from tests import oracle
+from tests.engine.desk import engine, row_logits
 from training import tokenizer as training_tokenizer
 
 CARD = Path(__file__).parents[2] / "docs" / "minuet-tiny.md"
@@ -89,3 +92,16 @@ def test_it_answers_a_product_finds_a_code_and_calls_a_tool(folder):
     arguments = "".join(event.text for event in events if event.kind is Kind.CALL_ARGUMENTS)
     assert len(names) == 1
     assert tasks.score(call, f'{{"name": "{names[0]}", "arguments": {arguments}}}')
+
+
+def test_transformers_computes_the_same_logits_where_blocks_are_chosen(folder):
+    tokenizer = Tokenizer.load(folder)
+    chat = template.load(folder, "", tokenizer.added_texts, tokenizer.encode)
+    assert chat is not None
+    needle = next(tasks.problems("needle", "heldout", 1, 1, length=900, depth=0.0))
+    ids = chat.render(needle.messages).token_ids + tokenizer.encode("</mm:think>" + needle.answer)
+    ours = row_logits(engine(folder, kv_cache_memory="64MiB"), ids, [len(ids)])
+    theirs = oracle.logits(oracle.load(folder), ids)
+    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+    said = ours[-6:-1].argmax(-1).tolist()
+    assert tokenizer.decode(said) == "</mm:think>" + needle.answer
