@@ -24,12 +24,14 @@ STEPS = [
         (arch, tokens, name)
         for arch in ("gfx942", "gfx950", "gfx1250")
         for tokens, names in (
-            (4, (*FEW, "cos_sin", "gate")),
-            (64, ("route_place",)),
-            (8192, ("router_logits", "experts_up", "route_rows")),
+            (4, ("route_step", "experts_up", "experts_down")),
+            (8192, ("router_logits", "route_rows")),
         )
         for name in names
     ),
+    # of what hardly differs between archs, one stands for the others
+    *(("gfx942", 4, name) for name in ("router_logits_few", "add_norm_parts", "cos_sin", "gate")),
+    ("gfx950", 64, "route_place"),
 ]
 
 
