@@ -10,7 +10,16 @@ pytest.importorskip("triton")
 from minuet.ops.table import REFERENCE, ops_for
 from minuet.ops.triton import experts as moe
 from tests.gpu.support import GPU, counted_compilations, device
-from tests.ops.conformance import Bench, Sizes, checks, make_experts, moe_sum, poisoned
+from tests.ops.conformance import (
+    Bench,
+    Sizes,
+    check_moe,
+    check_routing,
+    checks,
+    make_experts,
+    moe_sum,
+    poisoned,
+)
 
 pytestmark = [pytest.mark.gpu, GPU]
 
@@ -65,6 +74,18 @@ def test_experts_of_the_models_size_agree_with_plain_torch(slice_experts, tokens
     errors = ((got - want).double().norm(dim=1) / want.double().norm(dim=1)).sort().values
     # two experts may score the same but for rounding: one token in thousands chooses the other
     assert float(errors[-1 - tokens // 500]) <= on_gpu.tolerance
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [Sizes(256, 16, 4, 256, 256), Sizes(512, 32, 4, 768, 768), Sizes(1024, 128, 8, 48, 16)],
+    ids=str,
+)
+def test_experts_of_other_models_agree_with_plain_torch(sizes, batch_invariant):
+    on_gpu = bench(batch_invariant=batch_invariant)
+    check_moe(on_gpu, sizes, (1, 4, 5, 17, 64, 65, 600, 2100))
+    check_routing(on_gpu, sizes, moe)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(2560, 6144), (6144, 2048), (50016, 6144)])
