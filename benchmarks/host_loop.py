@@ -22,8 +22,6 @@ ROOT = Path(__file__).parents[1]
 _SOURCE = sys.argv[sys.argv.index("--child") + 1] if "--child" in sys.argv else str(ROOT / "src")
 sys.path[:0] = [_SOURCE, str(ROOT)]
 
-from benchmarks.header import header  # noqa: E402
-
 from minuet.engine import types  # noqa: E402
 from minuet.engine.core import Core, Limits  # noqa: E402
 from minuet.engine.pages import PagePool  # noqa: E402
@@ -141,6 +139,8 @@ def main() -> None:
             }
         rows.append(row)
         print(cell, {name: round(value, 1) for name, value in medians.items()}, row.get("ratio"))
+    from minuet.bench.record import header  # here: a checkout to compare with may not have it
+
     record = {**header(), "unit": "CPU microseconds per decode step", "steps": args.window}
     if args.against:
         record["command"] = record["command"].replace(str(args.against), "BEFORE")
