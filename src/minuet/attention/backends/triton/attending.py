@@ -1,6 +1,7 @@
 """Launches of ``attend``: dense and sparse decode with their merges, dense and sparse prefill."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from minuet.platform.triton import Launch
 
 # T query tokens, H query heads, K KV heads, D head dim
 
-Blocks = Scores | Deferred | Tensor | None
+Blocks = Scores | Deferred | Tensor
 
 _WIDE = 32  # query vectors from which ``config.Target.wide`` applies
 _MOST_ACROSS_PAGES = 64  # tokens
@@ -37,7 +38,7 @@ _ROW_PROGRAMS_PER_UNIT = 8
 _LOG2_E = 1.4426950408889634
 
 
-def attend(q: Tensor, cache: LayerCache, plan: Plan, blocks: Blocks, scale: float) -> Tensor:
+def attend(q: Tensor, cache: LayerCache, plan: Plan, blocks: Blocks | None, scale: float) -> Tensor:
     """Attention over chosen blocks or over everything: :func:`minuet.attention.reference.attend`.
 
     Args:
@@ -63,63 +64,75 @@ def attend(q: Tensor, cache: LayerCache, plan: Plan, blocks: Blocks, scale: floa
 
 
 def attend_launches(
-    q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, blocks: Blocks, scale: float
+    q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, blocks: Blocks | None, scale: float
 ) -> Iterator[Launch]:
     """The launches of :func:`attend`, in order."""
     plan.check_tokens(q.shape[0])
+    call = _Call(q, out, cache, plan, scale)
     if blocks is None:
         if plan.is_decode:
-            yield from _dense_launches(q, out, cache, plan, scale)
+            yield from _dense_launches(call)
         else:
-            yield _prefill_launch(q, out, cache, plan, scale)
-    elif isinstance(blocks, Scores) or (plan.is_decode and isinstance(blocks, Tensor)):
-        whole = Chunk(0, q.shape[0], (0, 0))
-        yield from _blocks_launches(q, out, cache, plan, blocks, scale, whole)
+            yield _prefill_launch(call)
+    elif plan.is_decode and not isinstance(blocks, Deferred):
+        yield from _blocks_launches(call, blocks, Chunk(0, q.shape[0], (0, 0)))
     else:
+        assert not isinstance(blocks, Scores)  # of decode steps only
         for chunk in plan.chunks_of(q.shape[0]):
-            yield from _chunk_launches(q, out, cache, plan, blocks, scale, chunk)
+            yield from _chunk_launches(call, blocks, chunk)
 
 
-def _chunk_launches(
-    q: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    plan: Plan,
-    blocks: Deferred | Tensor,
-    scale: float,
-    chunk: Chunk,
-) -> Iterator[Launch]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What every launch of a call to :func:`attend` needs of its arguments."""
+
+    q: Tensor
+    out: Tensor
+    cache: LayerCache
+    plan: Plan
+    scale: float
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.cache.layout.num_kv_heads
+
+    @property
+    def fp8(self) -> bool:
+        """Whether keys and values are FP8."""
+        return self.cache.layout.has_scales
+
+
+def _chunk_launches(call: _Call, blocks: Deferred | Tensor, chunk: Chunk) -> Iterator[Launch]:
     """A chunk of query tokens: select for it, then attend; prefill by rows and by tiles."""
-    top = blocks.shape[2] if isinstance(blocks, Tensor) else blocks.selection.top_blocks
-    shape = (chunk.end - chunk.first, cache.layout.num_kv_heads, top)
+    plan = call.plan
+    top = blocks.selection.top_blocks if isinstance(blocks, Deferred) else blocks.shape[2]
+    shape = (chunk.end - chunk.first, call.heads, top)
     lists = plan.scratch.take("blocks", shape, torch.int32)
-    pages = lists if plan.is_decode else plan.scratch.take("pages", shape, torch.int32)
     if isinstance(blocks, Deferred):
         yield from blocks.launches(plan, chunk, lists)
-        given = lists
-    else:
-        given = blocks[chunk.first : chunk.end]
     if plan.is_decode:
-        yield from _blocks_launches(q, out, cache, plan, lists, scale, chunk)
+        yield from _blocks_launches(call, lists, chunk)
         return
-    yield _unite_launch(given, (lists, pages), plan, chunk, cache.layout.has_scales)
-    yield _rows_launch(q, out, cache, plan, lists, scale, chunk)
-    yield _tiles_launch(q, out, cache, plan, (lists, pages), scale, chunk)
+    given = lists if isinstance(blocks, Deferred) else blocks[chunk.first : chunk.end]
+    unions = lists, plan.scratch.take("pages", shape, torch.int32)
+    yield _unite_launch(call, given, unions, chunk)
+    yield _rows_launch(call, lists, chunk)
+    yield _tiles_launch(call, unions, chunk)
 
 
 # --- everything ----------------------------------------------------------------------------------
 
 
-def _dense_launches(
-    q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float
-) -> Iterator[Launch]:
+def _dense_launches(call: _Call) -> Iterator[Launch]:
+    q, plan, heads = call.q, call.plan, call.heads
     target, query_len = plan.target, plan.shape.query_len
-    vectors = power_of_2(query_len) * power_of_2(q.shape[1] // cache.layout.num_kv_heads)
-    tuning = target.dense_fp8 if cache.layout.has_scales else target.dense
+    vectors = power_of_2(query_len) * power_of_2(q.shape[1] // heads)
+    tuning = target.dense_fp8 if call.fp8 else target.dense
     if vectors >= _WIDE:
         tuning = target.wide
-    group, group_pad, common = _attend_args(q, out, cache, plan, scale, tuning)
-    heads, slots = cache.layout.num_kv_heads, plan.slots
+    group, group_pad, common = _attend_args(call, tuning)
+    slots = plan.slots
     partial, lse = _partials(plan, (heads, slots, query_len * group, q.shape[2]))
     args = dict(
         **common,
@@ -138,17 +151,15 @@ def _dense_launches(
     grid = (plan.tables["work"].shape[0], heads)
     yield Launch(attend_kernels.attend_dense, grid, args, options_of(target, tuning))
     extents = (q.shape[0] // query_len, heads, query_len * group)
-    yield _merge_launch(out, plan, (partial, lse), extents, common, slots)
+    yield _merge_launch(call.out, plan, (partial, lse), extents, common, slots)
 
 
-def _prefill_launch(q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale: float) -> Launch:
-    target = plan.target
-    tuning = target.prefill_fp8 if cache.layout.has_scales else target.prefill
-    group, group_pad, common = _attend_args(
-        q, out, cache, plan, scale, tuning, paired_lanes=target.prefill_pairs
-    )
+def _prefill_launch(call: _Call) -> Launch:
+    plan, target = call.plan, call.plan.target
+    tuning = target.prefill_fp8 if call.fp8 else target.prefill
+    group, group_pad, common = _attend_args(call, tuning, paired_lanes=target.prefill_pairs)
     # a tile that spans pages looks one up per token: it is kept narrow
-    tile = min(tuning.tile, max(cache.layout.page_size, _MOST_ACROSS_PAGES))
+    tile = min(tuning.tile, max(plan.shape.page_size, _MOST_ACROSS_PAGES))
     args = dict(
         **(common | {"TILE": tile}),
         tiles_ptr=plan.tables["tiles"],
@@ -156,27 +167,19 @@ def _prefill_launch(q: Tensor, out: Tensor, cache: LayerCache, plan: Plan, scale
         GROUP_PAD=group_pad,
         M=max(NARROWEST, plan.tile_tokens * group_pad),
     )
-    grid = (plan.num_tiles, cache.layout.num_kv_heads)
+    grid = (plan.num_tiles, call.heads)
     return Launch(attend_kernels.attend_prefill, grid, args, options_of(target, tuning))
 
 
 # --- chosen blocks -------------------------------------------------------------------------------
 
 
-def _blocks_launches(
-    q: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    plan: Plan,
-    blocks: Scores | Tensor,
-    scale: float,
-    chunk: Chunk,
-) -> Iterator[Launch]:
-    """Every row (query token x KV head) of a chunk for itself, from scores or from lists."""
-    target, num_tokens = plan.target, chunk.end - chunk.first
-    tuning = target.blocks_fp8 if cache.layout.has_scales else target.blocks
-    group, _, common = _attend_args(q, out, cache, plan, scale, tuning)
-    heads = cache.layout.num_kv_heads
+def _blocks_launches(call: _Call, blocks: Scores | Tensor, chunk: Chunk) -> Iterator[Launch]:
+    """Every row (query token x KV head) of a decode step's chunk, from scores or from lists."""
+    plan, heads, num_tokens = call.plan, call.heads, chunk.end - chunk.first
+    target = plan.target
+    tuning = target.blocks_fp8 if call.fp8 else target.blocks
+    group, _, common = _attend_args(call, tuning)
     if isinstance(blocks, Scores):
         source, top, selection = blocks.values, blocks.selection.top_blocks, blocks.selection
         stride_scores = source.stride(1)
@@ -185,9 +188,9 @@ def _blocks_launches(
         stride_scores = 0
     parts = plan.row_parts(heads, top)
     slots = num_tokens * parts if parts > 1 else 0
-    partial, lse = _partials(plan, (heads, slots, group, q.shape[2]))
+    partial, lse = _partials(plan, (heads, slots, group, common["D"]))
     args = dict(
-        **(common | {"TILE": min(tuning.tile, cache.layout.page_size)}),
+        **(common | {"TILE": min(tuning.tile, plan.shape.page_size)}),
         partial_ptr=partial,
         lse_ptr=lse,
         source_ptr=source,
@@ -209,15 +212,17 @@ def _blocks_launches(
     grid = (num_tokens, heads, parts)
     yield Launch(attend_kernels.attend_blocks, grid, args, options_of(target, tuning))
     if parts > 1:
-        mine, extents = out[chunk.first : chunk.end], (num_tokens, heads, group)
+        mine, extents = call.out[chunk.first : chunk.end], (num_tokens, heads, group)
         yield _merge_launch(mine, plan, (partial, lse), extents, common, slots, static_parts=parts)
 
 
 def _unite_launch(
-    lists: Tensor, unions: tuple[Tensor, Tensor], plan: Plan, chunk: Chunk, fp8: bool
+    call: _Call, lists: Tensor, unions: tuple[Tensor, Tensor], chunk: Chunk
 ) -> Launch:
     """Lists, or unions with their pages where a tile shares enough blocks; maybe in place."""
-    target, top = plan.target, lists.shape[2]
+    plan, top = call.plan, lists.shape[2]
+    target = plan.target
+    row_blocks = target.row_blocks_per_step_fp8 if call.fp8 else target.row_blocks_per_step
     records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
     args = dict(
         lists_ptr=lists,
@@ -227,7 +232,7 @@ def _unite_launch(
         table_ptr=plan.page_table,
         stride_table=plan.page_table.stride(0),
         first_token=chunk.first,
-        row_blocks_per_step=(target.row_blocks_per_step_fp8 if fp8 else target.row_blocks_per_step),
+        row_blocks_per_step=row_blocks,
         TOKENS=plan.row_tile_tokens,
         TOP=top,
         TOP_PAD=power_of_2(top),
@@ -237,23 +242,15 @@ def _unite_launch(
     return Launch(tile_kernels.unite_lists, grid, args, options_of(target, Tuning(0, 4, 1)))
 
 
-def _rows_launch(
-    q: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    plan: Plan,
-    lists: Tensor,
-    scale: float,
-    chunk: Chunk,
-) -> Launch:
+def _rows_launch(call: _Call, lists: Tensor, chunk: Chunk) -> Launch:
     """Rows of a chunk's tiles that share too few blocks."""
-    target, top = plan.target, lists.shape[2]
-    tuning = target.blocks_fp8 if cache.layout.has_scales else target.blocks
-    group, _, common = _attend_args(q, out, cache, plan, scale, tuning)
+    plan, heads, top = call.plan, call.heads, lists.shape[2]
+    target = plan.target
+    tuning = target.blocks_fp8 if call.fp8 else target.blocks
+    group, _, common = _attend_args(call, tuning)
     records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
-    heads = cache.layout.num_kv_heads
     args = dict(
-        **(common | {"TILE": min(tuning.tile, cache.layout.page_size)}),
+        **(common | {"TILE": min(tuning.tile, plan.shape.page_size)}),
         lists_ptr=lists,
         tiles_ptr=records,
         first_token=chunk.first,
@@ -268,25 +265,16 @@ def _rows_launch(
     return Launch(tile_kernels.attend_rows, grid, args, options_of(target, tuning))
 
 
-def _tiles_launch(
-    q: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    plan: Plan,
-    unions: tuple[Tensor, Tensor],
-    scale: float,
-    chunk: Chunk,
-) -> Launch:
+def _tiles_launch(call: _Call, unions: tuple[Tensor, Tensor], chunk: Chunk) -> Launch:
     """Tiles of a chunk whose query tokens share enough blocks."""
-    target, top = plan.target, unions[0].shape[2]
-    tuning = target.tiles_fp8 if cache.layout.has_scales else target.tiles
-    group, group_pad, common = _attend_args(
-        q, out, cache, plan, scale, tuning, paired_lanes=target.prefill_pairs
-    )
+    plan, top = call.plan, unions[0].shape[2]
+    target = plan.target
+    tuning = target.tiles_fp8 if call.fp8 else target.tiles
+    group, group_pad, common = _attend_args(call, tuning, paired_lanes=target.prefill_pairs)
     records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
     del common["table_ptr"], common["stride_table"]  # pages are in the unions
     args = dict(
-        **(common | {"TILE": min(tuning.tile, cache.layout.page_size)}),
+        **(common | {"TILE": min(tuning.tile, plan.shape.page_size)}),
         unions_ptr=unions[0],
         pages_ptr=unions[1],
         tiles_ptr=records,
@@ -298,7 +286,7 @@ def _tiles_launch(
         TOP=top,
         TOP_PAD=power_of_2(top),
     )
-    grid = (records.shape[0], cache.layout.num_kv_heads)
+    grid = (records.shape[0], call.heads)
     return Launch(tile_kernels.attend_tiles, grid, args, options_of(target, tuning))
 
 
@@ -360,16 +348,10 @@ def _merge_launch(
 
 
 def _attend_args(
-    q: Tensor,
-    out: Tensor,
-    cache: LayerCache,
-    plan: Plan,
-    scale: float,
-    tuning: Tuning,
-    *,
-    paired_lanes: bool = True,
+    call: _Call, tuning: Tuning, *, paired_lanes: bool = True
 ) -> tuple[int, int, dict[str, Any]]:
     """Group, padded group, and the arguments that every attention kernel has."""
+    q, out, cache, plan = call.q, call.out, call.cache, call.plan
     layout, target = cache.layout, plan.target
     group, rest = divmod(q.shape[1], layout.num_kv_heads)
     if rest or q.shape[2] != layout.head_dim:
@@ -402,7 +384,7 @@ def _attend_args(
             STRIDE_K_TOKEN=k.stride(2),
             STRIDE_V_TOKEN=v.stride(2),
             stride_table=plan.page_table.stride(0),
-            score_scale=scale * _LOG2_E,
+            score_scale=call.scale * _LOG2_E,
             D=q.shape[2],
             C=k.shape[3],
             TILE=tuning.tile,
