@@ -13,6 +13,9 @@ from minuet.kv.layout import LaneName
 from minuet.platform.triton import arch_name
 
 NARROWEST = 16  # rows of a matrix instruction
+# Rows from which NVIDIA's instructions take their second operand from shared memory: FP8 is then
+# converted whole and written back there, and reading it as pairs would only scatter it.
+_WIDE_ROWS = 64
 _OPERANDS = {"fp16": tl.float16, "bf16": tl.bfloat16, "fp32": tl.float32}
 OPERAND_OF = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -34,9 +37,15 @@ def options_of(target: Target, tuning: Tuning, **more: Any) -> dict[str, Any]:
     return options
 
 
-def paired(lane: Tensor, target: Target) -> tuple[Tensor, bool]:
-    """An FP8 lane as int16 pairs of neighbouring channels where the target reads it that way."""
-    pairs = target.pairs and lane.dtype.itemsize == 1
+def paired(lane: Tensor, target: Target, rows: int) -> tuple[Tensor, bool]:
+    """An FP8 lane as int16 pairs of neighbouring channels where it is read that way.
+
+    Args:
+        lane: of keys or values.
+        target: the device.
+        rows: of the first operand, when the lane is the second one; else 0.
+    """
+    pairs = target.pairs and lane.dtype.itemsize == 1 and rows < _WIDE_ROWS
     return (lane.view(torch.int16), True) if pairs else (lane, False)
 
 

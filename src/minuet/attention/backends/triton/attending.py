@@ -131,7 +131,7 @@ def _dense_launches(call: _Call) -> Iterator[Launch]:
     tuning = target.dense_fp8 if call.fp8 else target.dense
     if vectors >= _WIDE:
         tuning = target.wide
-    group, group_pad, common = _attend_args(call, tuning)
+    group, group_pad, common = _attend_args(call, tuning, power_of_2(query_len))
     slots = plan.slots
     partial, lse = _partials(plan, (heads, slots, query_len * group, q.shape[2]))
     args = dict(
@@ -157,7 +157,7 @@ def _dense_launches(call: _Call) -> Iterator[Launch]:
 def _prefill_launch(call: _Call) -> Launch:
     plan, target = call.plan, call.plan.target
     tuning = target.prefill_fp8 if call.fp8 else target.prefill
-    group, group_pad, common = _attend_args(call, tuning, paired_lanes=target.prefill_pairs)
+    group, group_pad, common = _attend_args(call, tuning, plan.tile_tokens)
     # a tile that spans pages looks one up per token: it is kept narrow
     tile = min(tuning.tile, max(plan.shape.page_size, _MOST_ACROSS_PAGES))
     args = dict(
@@ -179,7 +179,7 @@ def _blocks_launches(call: _Call, blocks: Scores | Tensor, chunk: Chunk) -> Iter
     plan, heads, num_tokens = call.plan, call.heads, chunk.end - chunk.first
     target = plan.target
     tuning = target.blocks_fp8 if call.fp8 else target.blocks
-    group, _, common = _attend_args(call, tuning)
+    group, _, common = _attend_args(call, tuning, 1)
     if isinstance(blocks, Scores):
         source, top, selection = blocks.values, blocks.selection.top_blocks, blocks.selection
         stride_scores = source.stride(1)
@@ -247,7 +247,7 @@ def _rows_launch(call: _Call, lists: Tensor, chunk: Chunk) -> Launch:
     plan, heads, top = call.plan, call.heads, lists.shape[2]
     target = plan.target
     tuning = target.blocks_fp8 if call.fp8 else target.blocks
-    group, _, common = _attend_args(call, tuning)
+    group, _, common = _attend_args(call, tuning, 1)
     records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
     args = dict(
         **(common | {"TILE": min(tuning.tile, plan.shape.page_size)}),
@@ -270,7 +270,7 @@ def _tiles_launch(call: _Call, unions: tuple[Tensor, Tensor], chunk: Chunk) -> L
     plan, top = call.plan, unions[0].shape[2]
     target = plan.target
     tuning = target.tiles_fp8 if call.fp8 else target.tiles
-    group, group_pad, common = _attend_args(call, tuning, paired_lanes=target.prefill_pairs)
+    group, group_pad, common = _attend_args(call, tuning, plan.row_tile_tokens)
     records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
     del common["table_ptr"], common["stride_table"]  # pages are in the unions
     args = dict(
@@ -347,10 +347,8 @@ def _merge_launch(
     )
 
 
-def _attend_args(
-    call: _Call, tuning: Tuning, *, paired_lanes: bool = True
-) -> tuple[int, int, dict[str, Any]]:
-    """Group, padded group, and the arguments that every attention kernel has."""
+def _attend_args(call: _Call, tuning: Tuning, tokens: int) -> tuple[int, int, dict[str, Any]]:
+    """Group, padded group, and the arguments of every attention kernel for ``tokens`` at once."""
     q, out, cache, plan = call.q, call.out, call.cache, call.plan
     layout, target = cache.layout, plan.target
     group, rest = divmod(q.shape[1], layout.num_kv_heads)
@@ -362,10 +360,8 @@ def _attend_args(
         )
     if q.stride() != out.stride() or q.stride(2) != 1:
         raise ContractError("strides of queries", got=q.stride(), expected=str(out.stride()))
-    k, v, pairs = cache.k, cache.v, False
-    if paired_lanes:
-        k, pairs = paired(k, target)
-        v, _ = paired(v, target)
+    rows = tokens * power_of_2(group)
+    (k, pairs), (v, _) = paired(cache.k, target, rows), paired(cache.v, target, rows)
     k_scale, v_scale = scales_of(cache)
     return (
         group,

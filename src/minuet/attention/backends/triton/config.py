@@ -84,8 +84,6 @@ class Target:
         row_parts_per_unit: parts per compute unit that sparse decode rows make, at most.
         tiles: sparse prefill by tiles of query tokens, 16-bit cache.
         tiles_fp8: the same, FP8 cache.
-        prefill_pairs: FP8 is read as pairs in prefill too. Wide matrix instructions take keys and
-            values from shared memory, so converting them whole costs less there.
         row_blocks_per_step: blocks that sparse prefill rows attend to in the time a tile of query
             tokens takes for one, 16-bit cache; lists are united where that makes the tile cheaper.
         row_blocks_per_step_fp8: the same, FP8 cache.
@@ -125,7 +123,6 @@ class Target:
     parts_per_unit: int = 1
     parts_per_unit_fp8: int = 2
     row_parts_per_unit: int = 1
-    prefill_pairs: bool = False
     row_blocks_per_step: int = 3
     row_blocks_per_step_fp8: int = 4
     interpreted: bool = False

@@ -123,9 +123,6 @@ def score_launch(
 ) -> Launch:
     """Scores of a decode step (no chunk), or of a chunk of query tiles."""
     target, heads = plan.target, index_q.shape[1]
-    index_k, pairs = cache.index_k, False
-    if chunk is None:  # wide matrix instructions take keys from shared memory, converted whole
-        index_k, pairs = paired(index_k, target)
     heads_pad = power_of_2(heads)
     if chunk is None:
         tuning, items = target.score, plan.tables["score_work"]
@@ -137,6 +134,7 @@ def score_launch(
         # enough programs to fill the device when there are few tiles
         splits = min(plan.shape.max_blocks, -(-2 * plan.shape.compute_units // items.shape[0]))
         grid = (items.shape[0], splits)
+    index_k, pairs = paired(cache.index_k, target, 0 if chunk is None else vectors)
     args = dict(
         index_q_ptr=index_q,
         index_k_ptr=index_k,
