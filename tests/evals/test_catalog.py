@@ -11,7 +11,7 @@ from minuet.errors import ConfigError, MinuetError
 from minuet.evals import catalog, entries
 from minuet.evals.compare import compare
 from minuet.evals.logits import Divergence
-from minuet.evals.records import Answer, Records, Run
+from minuet.evals.records import Answer, Run
 from minuet.evals.run import Report
 
 GOOD = {
@@ -172,36 +172,29 @@ def test_a_score_below_the_threshold_or_a_missing_answer_fails(found, passes):
     assert entries.judge_accuracy(entry(GOOD), found).passed is passes
 
 
-def judged(tmp_path, fields, first, second):
-    made = []
-    for name, found in (("a", first), ("b", second)):
-        records = Records(tmp_path / name)
-        records.start(found.run)
-        for answer in found.answers:
-            records.add(answer)
-        made.append((records, found.run))
-    return entries.judge_paired(entry(fields), compare(*made))
+def judged(fields, first, second):
+    return entries.judge_paired(entry(fields), compare(first.side, second.side))
 
 
-def test_a_pair_fails_when_chance_does_not_explain_the_loss(tmp_path):
-    assert judged(tmp_path, PAIR, report(20), report(16, 4)).passed
-    assert not judged(tmp_path / "worse", PAIR, report(20), report(15, 5)).passed
+def test_a_pair_fails_when_chance_does_not_explain_the_loss():
+    assert judged(PAIR, report(20), report(16, 4)).passed
+    assert not judged(PAIR, report(20), report(15, 5)).passed
 
 
-def test_identical_means_every_answer(tmp_path):
+def test_identical_means_every_answer():
     fields = {**PAIR, "p_at_least": None, "identical": True}
-    assert judged(tmp_path, fields, report(5, 2), report(5, 2)).passed
+    assert judged(fields, report(5, 2), report(5, 2)).passed
     # a wrong answer that became another wrong answer is no loss, and still not identical
     changed = report(5, 2)
     last = msgspec.structs.replace(changed.answers[-1], output="other")
     changed = Report(changed.run, (*changed.answers[:-1], last))
-    outcome = judged(tmp_path / "other", fields, report(5, 2), changed)
+    outcome = judged(fields, report(5, 2), changed)
     assert not outcome.passed
     assert "1 of 7 answers differ" in outcome.said
 
 
-def test_questions_that_one_run_did_not_answer_fail_a_pair(tmp_path):
-    assert not judged(tmp_path, PAIR, report(20), report(19, errors=1)).passed
+def test_questions_that_one_run_did_not_answer_fail_a_pair():
+    assert not judged(PAIR, report(20), report(19, errors=1)).passed
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ questions of a text share its pages, so that a server computes it once.
 """
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from minuet.evals.stats import wilson
 from minuet.models import registry
 from minuet.server import template
 from tests.evals import damage
-from tests.evals.runs import ARITHMETIC, FEW, MODEL, NEEDLE, Runs
+from tests.evals.runs import ARITHMETIC, FEW, MODEL, NEEDLE, Runs, against
 
 TEXT = 32  # questions of one text: what a comparison needs at least, for a third of the time
 
@@ -29,33 +30,25 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    folder = tmp_path_factory.mktemp("evals")
+    within = tmp_path_factory.getbasetemp()
+    shared = (within.parent if "PYTEST_XDIST_WORKER" in os.environ else within) / "evals-shared"
     with pytest.MonkeyPatch.context() as patch:
         # the servers too: test processes fill the cores already
         patch.setenv("OMP_NUM_THREADS", "1")
-        yield Runs(tmp_path_factory.mktemp("evals"))
+        yield Runs(folder, shared)
 
 
-@pytest.fixture(scope="session")
-def base(runs: Runs) -> dict[str, Report]:
-    """The model as it is: 16-bit lanes, prefix cache, all from one server."""
-    names = (ARITHMETIC, FEW, NEEDLE)
-    runs.ask(*names)
-    return {name: runs.ask(*names[: place + 1]) for place, name in enumerate(names)}
-
-
-def verdict(name: str, report: Report) -> None:
+@pytest.mark.parametrize("name", [ARITHMETIC, NEEDLE])
+def test_it_reaches_the_threshold_of_the_catalog(runs, name):
+    report = runs.base(name)
     outcome = entries.judge_accuracy(catalog.accuracy(name), report)
     wrong = [(a.id, a.expected, a.output) for a in report.answers if not a.scores.get("correct")]
     assert outcome.passed, (outcome.said, wrong[:10])
 
 
-@pytest.mark.parametrize("name", [ARITHMETIC, FEW, NEEDLE])
-def test_it_reaches_the_threshold_of_the_catalog(base, name):
-    verdict(name, base[name])
-
-
-def test_needles_are_found_at_every_depth(base):
-    report = base[NEEDLE]
+def test_needles_are_found_at_every_depth(runs):
+    report = runs.base(NEEDLE)
     assert len(report.groups) == 4
     for group in report.groups:
         score = report.score(group=group)
@@ -70,16 +63,17 @@ def test_needles_are_found_at_every_depth(base):
         ("tiny-needle-4k-index-fp8", {"index_kv_cache_dtype": "fp8"}),
     ],
 )
-def test_narrow_lanes_lose_nothing_that_chance_does_not_explain(runs, base, name, flags):
+def test_narrow_lanes_lose_nothing_that_chance_does_not_explain(runs, name, flags):
     entry = catalog.find(name)
     assert {k.replace("-", "_"): v for k, v in entry.flags.items()} == flags
-    found = runs.compare(base[NEEDLE], runs.ask(NEEDLE, limit=TEXT, **flags))
+    narrow = runs.ask(NEEDLE, limit=TEXT, **flags)
+    found = against(runs.base(NEEDLE), narrow)
     assert found.counts.questions == TEXT
     assert found.counts.p_loss >= entry.p_at_least, found.counts
 
 
 @pytest.mark.parametrize("broken", [damage.choose_one_block, damage.shuffle_index_keys])
-def test_a_broken_selection_finds_no_needles(runs, base, broken, tmp_path):
+def test_a_broken_selection_finds_no_needles(runs, broken, tmp_path):
     """The evaluation can fail: the sound model does not pass by some other way."""
     entry = catalog.accuracy(NEEDLE)
     assert entry.damaged_at_most is not None
@@ -87,35 +81,31 @@ def test_a_broken_selection_finds_no_needles(runs, base, broken, tmp_path):
     report = runs.ask(NEEDLE, model=str(folder), limit=TEXT)
     assert not report.errors
     assert report.score().value <= entry.damaged_at_most
-    comparison = runs.compare(base[NEEDLE], report)
+    comparison = against(runs.base(NEEDLE), report)
     assert comparison.counts.questions == TEXT
     assert comparison.is_significant_loss
 
 
-def identical(runs: Runs, name: str, first: Report, second: Report) -> None:
+def identical(name: str, first: Report, second: Report) -> None:
     entry = catalog.find(name)
-    found = runs.compare(first, second)
-    differing = [
-        (a.id, a.output, b.output)
-        for a, b in zip(first.answers, second.answers, strict=False)
-        if a.output != b.output
-    ]
+    pairs = zip(first.answers, second.answers, strict=True)
+    assert [(a.id, a.output, b.output) for a, b in pairs if a.output != b.output] == []
+    outcome = entries.judge_paired(entry, against(first, second))
     assert entry.identical
-    assert found.counts.questions == len(second.answers)
-    assert found.differing == 0, differing[:5]
+    assert outcome.passed, outcome.said
 
 
-def test_answers_are_the_same_without_the_prefix_cache(runs, base):
+def test_answers_are_the_same_without_the_prefix_cache(runs):
     second = runs.ask(FEW, enable_prefix_caching=False)
-    cached = [a.cached_tokens for a in base[FEW].answers]
-    assert sum(tokens > 4000 for tokens in cached) >= len(cached) - 1
-    assert [a.cached_tokens for a in second.answers] == [0] * len(cached)
-    identical(runs, "tiny-needle-4k-no-prefix-cache", base[FEW], second)
+    assert [a.cached_tokens for a in second.answers] == [0] * len(second.answers)
+    first = runs.base(FEW)
+    assert sum(a.cached_tokens > 4000 for a in first.answers) == len(first.answers) - 1
+    identical("tiny-needle-4k-no-prefix-cache", first, second)
 
 
-def test_answers_are_the_same_in_other_chunks(runs, base):
+def test_answers_are_the_same_in_other_chunks(runs):
     second = runs.ask(FEW, max_num_batched_tokens=384)
-    identical(runs, "tiny-needle-4k-chunks", base[FEW], second)
+    identical("tiny-needle-4k-chunks", runs.base(FEW), second)
 
 
 def test_answers_are_the_same_after_preemption():
@@ -144,7 +134,7 @@ def test_gsm8k_runs_from_end_to_end(runs, tmp_path, capsys):
     data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in record["docs"]))
     words = ["eval", "gsm8k", MODEL, "--data", str(data), "--limit", "3", "--out", str(out)]
-    assert main([*words, "--max-tokens", "48", *runs.words, "--quiet", "--json"]) == 0
+    assert main([*words, "--max-tokens", "48", "--kv-cache-pages", "160", "--quiet", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["questions"], found["errors"], found["resumed"]) == (3, 0, 0)
     assert list(found["scores"]) == ["flexible-extract", "strict-match"]

@@ -9,8 +9,7 @@ import torch
 
 from minuet.evals import catalog, entries
 from minuet.evals.entries import Means
-from minuet.evals.run import Report
-from tests.evals.runs import ARITHMETIC, MODEL, NEEDLE, Runs
+from tests.evals.runs import ARITHMETIC, MODEL, NEEDLE, Runs, against
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,19 +20,14 @@ pytestmark = [
 LANES = [{}, {"kv_cache_dtype": "fp8"}, {"index_kv_cache_dtype": "fp8"}]
 
 
+def label(flags: dict[str, str]) -> str:
+    return "-".join(f"{name}-{value}" for name, value in flags.items()) or "bf16"
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("evals"))
-
-
-@pytest.fixture(scope="module")
-def on_cpu(runs: Runs) -> dict[str, Report]:
-    """What the CPU engine answers, all from one server."""
-    runs.ask(ARITHMETIC, NEEDLE, arch="cpu")
-    return {
-        ARITHMETIC: runs.ask(ARITHMETIC, arch="cpu"),
-        NEEDLE: runs.ask(ARITHMETIC, NEEDLE, arch="cpu"),
-    }
+    folder = tmp_path_factory.mktemp("evals")
+    return Runs(folder, folder / "shared")
 
 
 def note(name: str, found: dict) -> None:
@@ -43,27 +37,25 @@ def note(name: str, found: dict) -> None:
         (Path(folder) / f"{name}.json").write_text(json.dumps(found, indent=1))
 
 
-@pytest.mark.parametrize("flags", LANES, ids=lambda flags: "-".join(flags) or "bf16")
-def test_the_gpu_reaches_the_thresholds(runs, flags):
-    runs.ask(ARITHMETIC, NEEDLE, **flags)
-    for names in ((ARITHMETIC,), (ARITHMETIC, NEEDLE)):
-        report = runs.ask(*names, **flags)
-        note("-".join([names[-1], "sm90", *flags.values()]), report.as_json())
-        assert report.run.settings["served"]["arch"] != "cpu"
-        outcome = entries.judge_accuracy(catalog.accuracy(names[-1]), report)
-        assert outcome.passed, outcome.said
-
-
-@pytest.mark.parametrize("flags", LANES, ids=lambda flags: "-".join(flags) or "bf16")
+@pytest.mark.parametrize("flags", LANES, ids=label)
 @pytest.mark.parametrize("name", [ARITHMETIC, NEEDLE])
-def test_the_cpu_answers_no_worse_and_no_better(runs, on_cpu, name, flags):
-    """BF16 on one side, FP32 on the other: near-ties may fall apart, evenly."""
-    gpu = runs.ask(*([ARITHMETIC] if name == ARITHMETIC else [ARITHMETIC, NEEDLE]), **flags)
-    found = runs.compare(on_cpu[name], gpu)
-    note("-".join(["paired", name, *flags.values()]), found.as_json())
-    outcome = entries.judge_paired(catalog.find(f"{name}-cpu"), found)
+def test_the_gpu_reaches_the_threshold(runs, name, flags):
+    report = runs.base(name, **flags)
+    note("-".join([name, label(flags)]), report.as_json())
+    assert report.run.settings["served"]["arch"] != "cpu"
+    outcome = entries.judge_accuracy(catalog.accuracy(name), report)
     assert outcome.passed, outcome.said
-    assert found.counts.p_value >= catalog.find(f"{name}-cpu").p_at_least
+
+
+@pytest.mark.parametrize("flags", LANES, ids=label)
+@pytest.mark.parametrize("name", [ARITHMETIC, NEEDLE])
+def test_the_gpu_answers_no_worse_and_no_better_than_the_cpu(runs, name, flags):
+    """BF16 on one side, FP32 on the other: near-ties may fall apart, but evenly."""
+    entry = catalog.find(f"{name}-cpu")
+    found = against(runs.base(name, arch="cpu"), runs.base(name, **flags))
+    note("-".join(["paired", name, label(flags)]), found.as_json())
+    assert found.unpaired == 0
+    assert found.counts.p_value >= entry.p_at_least, found.counts
 
 
 @pytest.mark.parametrize("name", ["tiny-logits-cpu", "tiny-logits-kv-fp8"])

@@ -424,7 +424,8 @@ def _compare(args: argparse.Namespace) -> int:
     first, second = _run_of(args.first), _run_of(args.second)
     if first[1].metric == logits.METRIC or second[1].metric == logits.METRIC:
         return _compare_logits(args, first, second)
-    found = compare.compare(first, second, args.metric)
+    measure, judged = ((made, records.answered(made.key)) for records, made in (first, second))
+    found = compare.compare(measure, judged, args.metric)
     if getattr(args, "json", False):
         _write([json.dumps(found.as_json(), indent=2, ensure_ascii=False)])
     else:

@@ -4,11 +4,12 @@ The standard error of one score of 0.93 over GSM8K's 1,319 questions is 0.7 poin
 which questions are hard, and falls away when the same questions are compared.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from minuet.errors import ConfigError
-from minuet.evals.records import Answer, Records, Run
+from minuet.evals.records import Answer, Run
 from minuet.evals.stats import Paired, paired
 
 SIGNIFICANT = 0.05
@@ -76,22 +77,23 @@ class Comparison:
         }
 
 
-def compare(
-    first: tuple[Records, Run], second: tuple[Records, Run], metric: str = ""
-) -> Comparison:
+Side = tuple[Run, Mapping[str, Answer]]
+"""A run and its answers by question; questions without an answer are not in it."""
+
+
+def compare(first: Side, second: Side, metric: str = "") -> Comparison:
     """Pair the answers of two runs by question.
 
     Args:
-        first: the run that is the measure, and where its answers are.
+        first: the run that is the measure.
         second: the run that is judged.
         metric: what counts as right; empty: the first run's.
 
     Raises:
         ConfigError: no question that both answered, or a metric that neither has.
     """
-    (records, one), (others, two) = first, second
+    (one, answers), (two, judged) = first, second
     metric = metric or one.metric
-    answers, judged = records.answered(one.key), others.answered(two.key)
     common = [key for key in answers if key in judged]
     if not common:
         raise ConfigError(

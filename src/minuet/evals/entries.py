@@ -18,7 +18,7 @@ from minuet.evals.catalog import FOLDER, Accuracy, Benchmark, Entry, Logits, Pai
 from minuet.evals.compare import Comparison, compare
 from minuet.evals.logits import TOP, Divergence, as_run, divergence, score_all
 from minuet.evals.questions import Task
-from minuet.evals.records import Records, Run, Scored
+from minuet.evals.records import Records, Scored
 from minuet.evals.run import Report, Sampling, ask_all, describe
 from minuet.evals.serving import serving, weights_of
 
@@ -96,7 +96,7 @@ def run_entry(entry: Entry, means: Means, folder: Path = FOLDER) -> Outcome:
     if isinstance(entry, Benchmark):
         return judge_benchmark(entry, _benchmark(entry))
     if isinstance(entry, Accuracy):
-        return judge_accuracy(entry, _ask(entry, entry.flags, means)[1])
+        return judge_accuracy(entry, _ask(entry, entry.flags, means))
     if means.base_url:
         raise ConfigError(
             f"{entry.name} compares two servers",
@@ -104,12 +104,12 @@ def run_entry(entry: Entry, means: Means, folder: Path = FOLDER) -> Outcome:
             expected="none: each server is started with its own flags",
         )
     if isinstance(entry, Logits):
-        first, second = (_score(entry, flags, means) for flags in (entry.flags, _changed(entry)))
-        return judge_logits(entry, divergence(first, second))
+        texts = (_score(entry, flags, means) for flags in (entry.flags, _changed(entry)))
+        return judge_logits(entry, divergence(*texts))
     base = accuracy(entry.against, folder)
-    records, report = _ask(base, base.flags, means)
-    _, other = _ask(base, {**base.flags, **entry.flags}, means)
-    return judge_paired(entry, compare((records, report.run), (Records(means.out), other.run)))
+    first = _ask(base, base.flags, means)
+    second = _ask(base, {**base.flags, **entry.flags}, means)
+    return judge_paired(entry, compare(first.side, second.side))
 
 
 def judge_accuracy(entry: Accuracy, report: Report) -> Outcome:
@@ -264,14 +264,15 @@ def _score(entry: Logits, flags: Mapping[str, str | int | bool], means: Means) -
     return found
 
 
-def _ask(
-    entry: Accuracy, flags: Mapping[str, str | int | bool], means: Means
-) -> tuple[Records, Report]:
+def _ask(entry: Accuracy, flags: Mapping[str, str | int | bool], means: Means) -> Report:
     task, records = task_of(entry, means), Records(means.out)
     sampling = Sampling(max_tokens=entry.max_tokens)
     with server_for(means, means.model or entry.model, flags) as server:
-        run: Run = describe(task, server, sampling)
-        report = ask_all(
-            task, server, run, records, concurrency=means.concurrency, progress=means.progress
+        return ask_all(
+            task,
+            server,
+            describe(task, server, sampling),
+            records,
+            concurrency=means.concurrency,
+            progress=means.progress,
         )
-    return records, report

@@ -103,6 +103,11 @@ class Report:
         return Score(right, len(chosen))
 
     @property
+    def side(self) -> tuple[Run, dict[str, Answer]]:
+        """What :func:`minuet.evals.compare.compare` takes."""
+        return self.run, {a.question: a for a in self.answers if not a.error}
+
+    @property
     def metrics(self) -> list[str]:
         """Every metric, the one that counts first."""
         named = dict.fromkeys([self.run.metric])
