@@ -1,7 +1,8 @@
 """minuet-tiny through the server: what it can do, what must not hurt it, and what must.
 
 Thresholds are those of the catalog. Each configuration is a server of its own, asked once; the
-questions of a text share its pages, so that a server computes it once.
+questions of a text share its pages, so that a server computes it once. The tests are in an order in
+which two processes that take a half each seldom wait for each other.
 """
 
 import json
@@ -72,20 +73,6 @@ def test_narrow_lanes_lose_nothing_that_chance_does_not_explain(runs, name, flag
     assert found.counts.p_loss >= entry.p_at_least, found.counts
 
 
-@pytest.mark.parametrize("broken", [damage.choose_one_block, damage.shuffle_index_keys])
-def test_a_broken_selection_finds_no_needles(runs, broken, tmp_path):
-    """The evaluation can fail: the sound model does not pass by some other way."""
-    entry = catalog.accuracy(NEEDLE)
-    assert entry.damaged_at_most is not None
-    folder = broken(registry.find(MODEL).folder, tmp_path / "broken")
-    report = runs.ask(NEEDLE, model=str(folder), limit=TEXT)
-    assert not report.errors
-    assert report.score().value <= entry.damaged_at_most
-    comparison = against(runs.base(NEEDLE), report)
-    assert comparison.counts.questions == TEXT
-    assert comparison.is_significant_loss
-
-
 def identical(name: str, first: Report, second: Report) -> None:
     entry = catalog.find(name)
     pairs = zip(first.answers, second.answers, strict=True)
@@ -93,14 +80,6 @@ def identical(name: str, first: Report, second: Report) -> None:
     outcome = entries.judge_paired(entry, against(first, second))
     assert entry.identical
     assert outcome.passed, outcome.said
-
-
-def test_answers_are_the_same_without_the_prefix_cache(runs):
-    second = runs.ask(FEW, enable_prefix_caching=False)
-    assert [a.cached_tokens for a in second.answers] == [0] * len(second.answers)
-    first = runs.base(FEW)
-    assert sum(a.cached_tokens > 4000 for a in first.answers) == len(first.answers) - 1
-    identical("tiny-needle-4k-no-prefix-cache", first, second)
 
 
 def test_answers_are_the_same_in_other_chunks(runs):
@@ -163,3 +142,25 @@ def test_its_indexer_finds_more_than_the_newest_blocks_hold(tmp_path, capsys):
     for head in found["heads"]:
         assert head["differing"] == 0
         assert head["window_mean"] < head["recall_mean"] <= head["best_mean"]
+
+
+@pytest.mark.parametrize("broken", [damage.choose_one_block, damage.shuffle_index_keys])
+def test_a_broken_selection_finds_no_needles(runs, broken, tmp_path):
+    """The evaluation can fail: the sound model does not pass by some other way."""
+    entry = catalog.accuracy(NEEDLE)
+    assert entry.damaged_at_most is not None
+    folder = broken(registry.find(MODEL).folder, tmp_path / "broken")
+    report = runs.ask(NEEDLE, model=str(folder), limit=TEXT)
+    assert not report.errors
+    assert report.score().value <= entry.damaged_at_most
+    comparison = against(runs.base(NEEDLE), report)
+    assert comparison.counts.questions == TEXT
+    assert comparison.is_significant_loss
+
+
+def test_answers_are_the_same_without_the_prefix_cache(runs):
+    second = runs.ask(FEW, enable_prefix_caching=False)
+    assert [a.cached_tokens for a in second.answers] == [0] * len(second.answers)
+    first = runs.base(FEW)
+    assert sum(a.cached_tokens > 4000 for a in first.answers) == len(first.answers) - 1
+    identical("tiny-needle-4k-no-prefix-cache", first, second)
