@@ -25,19 +25,18 @@ def outlook(request: Request, behind: Behind) -> ScheduledRequest | None:
     Returns:
         None when it has ended, or will have, whatever token is drawn.
     """
-    start, num_tokens, follows = request.num_computed, request.num_tokens, None
+    start = request.num_computed
     if behind:
         if request.finish_reason is not None:
             return None
         if (found := behind.get(request.arrival)) is not None:
             index, share = found
-            start += share.num_tokens
-            if share.samples:
-                num_tokens, follows = num_tokens + 1, index
-                if num_tokens >= request.max_total_tokens:
-                    return None
-    num_left = num_tokens - start + len(request.draft_token_ids)
-    return ScheduledRequest(request, start, num_left, True, follows)
+            start = share.start + share.num_tokens
+            if share.samples:  # what it draws is all that is left
+                ends = start + 1 >= request.max_total_tokens
+                return None if ends else ScheduledRequest(request, start, 1, True, index)
+    num_left = request.num_tokens - start + len(request.draft_token_ids)
+    return ScheduledRequest(request, start, num_left, True)
 
 
 @dataclass(slots=True)
