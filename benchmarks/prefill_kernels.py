@@ -119,7 +119,11 @@ class Cell:
         """Selection and attention of a layer, or attention alone of a dense one."""
         plan = self.plan
         if row_blocks_per_step is not None:
-            target = replace(plan.target, row_blocks_per_step=row_blocks_per_step)
+            target = replace(
+                plan.target,
+                row_blocks_per_step=row_blocks_per_step,
+                row_blocks_per_step_fp8=row_blocks_per_step,
+            )
             plan = replace(plan, target=target)
 
         def dense(i: int) -> torch.Tensor:

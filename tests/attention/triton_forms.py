@@ -46,7 +46,9 @@ def check_forms(case: Case, backend: Backend) -> None:
     want = reference.attend(world.q, world.cache, world.batch, blocks, 0.1)
     given = blocks.to(backend.device)
     for row_blocks in (ROWS_ONLY, TILES_ONLY, plan.target.row_blocks_per_step):
-        target = replace(plan.target, row_blocks_per_step=row_blocks)
+        target = replace(
+            plan.target, row_blocks_per_step=row_blocks, row_blocks_per_step_fp8=row_blocks
+        )
         forced = replace(plan, target=target)
         got = backend.launch.attend(there.q, there.cache, forced, given, 0.1)
         assert_close(got.cpu(), want, case.q_dtype)

@@ -123,8 +123,8 @@ class Target:
     parts_per_unit: int = 1
     parts_per_unit_fp8: int = 2
     row_parts_per_unit: int = 1
-    row_blocks_per_step: int = 3
-    row_blocks_per_step_fp8: int = 4
+    row_blocks_per_step: int = 2
+    row_blocks_per_step_fp8: int = 6
     interpreted: bool = False
 
 
@@ -142,11 +142,11 @@ _NVIDIA = Target(
     prefill_fp8=Tuning(128, 8, 3),
     prefill_vectors=128,
     tiles=Tuning(128, 8, 3),
-    tiles_fp8=Tuning(128, 8, 3),
+    tiles_fp8=Tuning(128, 8, 2),
     score=Tuning(128, 4, 3),
     score_parts_per_unit=3,
-    score_prefill=Tuning(128, 4, 3),
-    score_vectors=64,
+    score_prefill=Tuning(128, 8, 2),
+    score_vectors=128,
 )
 
 # Ampere: no FP8, no programmatic dependent launch; 163 KiB of shared memory.
