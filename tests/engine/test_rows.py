@@ -95,7 +95,7 @@ def test_parameters_tell_rows_apart_by_seed_place_and_number():
         Row(request(output=[4, 4])),
         Row(request(seed=-1)),
     ]
-    made = parameters(rows, engine_seed=2**33 + 9).view(np.uint32)
+    made = parameters(rows, [row.mode for row in rows], engine_seed=2**33 + 9).view(np.uint32)
     keys = made[:, [columns.KEY_LOW, columns.KEY_HIGH, columns.POSITION, columns.STREAM]].tolist()
     assert keys == [
         [5, 256, 0, 0], [9, 2, 0, 7], [9, 2, 1, 7], [9, 2, 2, 0], [2**32 - 1, 2**32 - 1, 0, 0],

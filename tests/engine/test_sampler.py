@@ -41,7 +41,7 @@ def draws(row: torch.Tensor, count: int = 400, **params) -> list[int]:
 def shape(row: torch.Tensor, of: Row) -> torch.Tensor:
     """Logits after penalties and bias, as a draw makes them."""
     shaped = row.clone()
-    params = torch.from_numpy(row_data.parameters([of], 0))
+    params = torch.from_numpy(row_data.parameters([of], [of.mode], 0))
     reference.shape(shaped, params, torch.from_numpy(row_data.entries([of])))
     return shaped
 
@@ -91,6 +91,12 @@ def test_penalties_count_output_and_repetition_counts_the_prompt_too():
     shaped = shape(row, Row(request([3], prompt=[0], repetition_penalty=2.0)))
     assert shaped[0, :4].tolist() == [1.0, 2.0, 2.0, -2.0]
     assert row[0, :4].tolist() == [2.0, 2.0, 2.0, -1.0], "the model's logits were written"
+
+
+def test_the_coldest_draw_is_the_most_likely_token():
+    row = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3))
+    for temperature in (1e-30, 1e-300):
+        assert draws(row, 20, temperature=temperature) == [int(row.argmax())] * 20
 
 
 def test_logit_bias_can_force_and_forbid():
@@ -196,7 +202,7 @@ def test_verification_accepts_the_longest_agreeing_prefix():
 def test_filters_never_remove_everything_and_never_the_best(values, top_k, top_p, min_p):
     row = torch.tensor([values])
     of = Row(request(top_k=top_k, top_p=top_p, min_p=min_p))
-    params = torch.from_numpy(row_data.parameters([of], 0))
+    params = torch.from_numpy(row_data.parameters([of], [of.mode], 0))
     left = reference.filtered(row, params)[0]
     assert left[row[0].argmax()]
     assert not top_k or int(left.sum()) <= top_k

@@ -176,7 +176,7 @@ def check_cos_sin(bench: Bench) -> None:
 
 def check_linear(bench: Bench) -> None:
     """Few rows take a kernel of their own, more the library; widths that nothing divides."""
-    for outputs, inputs in ((80, 48), (24, 200), (128, 64)):
+    for outputs, inputs in ((80, 48), (24, 256), (128, 64), (200, 1024)):
         weight = bench.random(outputs, inputs, seed=3, scale=inputs**-0.5)
         for tokens in (0, 1, 15, 16, 17, 64, 65):
             x = bench.random(tokens, inputs, seed=tokens)

@@ -18,7 +18,7 @@ from tests.ops.sampling_cases import Wish
 
 # rows of 100 tokens in two tiles, and few enough candidates that some rows need the search
 SMALL = form.Tuning(
-    scan_tile=64, draw_tile=64, report_tile=64, candidates=16, group_size=8, columns=8, alone=True
+    scan_tile=64, draw_tile=64, report_tile=64, candidates=16, group_size=8, columns=8, searchers=1
 )
 VOCAB = 100
 WISHES = (

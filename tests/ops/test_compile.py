@@ -17,7 +17,10 @@ STACK_BYTES = {"cos_sin": 64}
 FEW = ("router_logits_few", "route_step", "experts_up", "experts_down", "add_norm_parts")
 MANY = ("router_logits", "route_layout", "route_rows", "experts_up", "experts_down")
 STEPS = [
-    *(("sm90", 4, name) for name in (*FEW, "project_few", "add_norm", "gate", "cos_sin")),
+    *(
+        ("sm90", 4, name)
+        for name in (*FEW, "project_part", "add_parts", "add_norm", "gate", "cos_sin")
+    ),
     *(("sm90", 64, name) for name in ("router_logits", "route_tokens", "route_place")),
     *(("sm90", 8192, name) for name in MANY),
     *(

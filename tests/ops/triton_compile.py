@@ -48,11 +48,10 @@ def launches(arch: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> dic
         *moe.route_launches(x, mine, routing, target),
         *moe.expert_launches(x, mine, routing, parts.values, tiling, target),
     ]
-    named = {one.kernel.__name__: one for one in made}
-    if tokens <= 4 and target.pdl:
-        how = config.Projection(4, 4, 4, 2048, 8)
+    for how in target.projections[:1]:
         qkv, packed = _empty(2560, HIDDEN, dtype=dtype), _empty(tokens, 2560, dtype=dtype)
-        named["project_few"] = launch.project_launch(x, qkv, packed, how, target)
+        made += launch.project_launches(x, qkv, packed, how, target)
+    named = {one.kernel.__name__: one for one in made}
     named["add_norm"] = launch.rows_launch(x, x, x, x, weight, 1e-6, target)
     named["add_norm_parts"] = launch.rows_launch(x, parts, x, x, weight, 1e-6, target)
     return named

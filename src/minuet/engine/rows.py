@@ -155,7 +155,7 @@ def rows_of(share: ScheduledRequest) -> list[Row]:
     return [Row(request, ahead, pending) for ahead in range(1 + len(request.draft_token_ids))]
 
 
-def parameters(rows: Sequence[Row], engine_seed: int) -> np.ndarray:
+def parameters(rows: Sequence[Row], modes: Sequence[int], engine_seed: int) -> np.ndarray:
     """What every row wants: [R, WIDTH] int32.
 
     The generator's key is the request's seed, or the engine's; its counter is the place of the
@@ -165,7 +165,7 @@ def parameters(rows: Sequence[Row], engine_seed: int) -> np.ndarray:
     wants = [wants_of(row.request.params) for row in rows]
     flat = np.frombuffer(b"".join(one.line for one in wants), np.uint32)
     lines = flat.reshape(len(rows), columns.WIDTH).copy()
-    lines[:, columns.MODE] = [row.mode for row in rows]
+    lines[:, columns.MODE] = modes
     lines[:, columns.POSITION] = [row.num_output for row in rows]
     ours = [index for index, one in enumerate(wants) if not one.seeded]
     key = engine_seed & _LONG
@@ -194,14 +194,21 @@ def _entries_of(index: int, row: Row) -> np.ndarray:
     if row.num_output < params.min_tokens:
         stops = np.array(list(row.request.stop_ids), np.int64)
     for more in (drawn, biased, stops):
-        tokens = _union(tokens, more)
+        if len(more):
+            tokens = _union(tokens, more)
     made = np.zeros((len(tokens), 4), np.int32)
     made[:, 0], made[:, 1] = index, tokens
-    made[np.searchsorted(tokens, drawn), 2] = 2 * counts
-    made[np.searchsorted(tokens, seen), 2] += 1
+    if len(drawn):
+        made[np.searchsorted(tokens, drawn), 2] = 2 * counts
+    if tokens is seen:
+        made[:, 2] += 1
+    elif len(seen):
+        made[np.searchsorted(tokens, seen), 2] += 1
     bias = made[:, 3].view(np.float32)
-    bias[np.searchsorted(tokens, biased)] = list(params.logit_bias.values())
-    bias[np.searchsorted(tokens, stops)] = -np.inf
+    if len(biased):
+        bias[np.searchsorted(tokens, biased)] = list(params.logit_bias.values())
+    if len(stops):
+        bias[np.searchsorted(tokens, stops)] = -np.inf
     return made
 
 

@@ -206,13 +206,14 @@ def draw(
     if not all(
         one.plain and row.request.grammar is None for one, row in zip(wants, rows, strict=True)
     ):
-        modes = frozenset(row.mode for row in rows) - {columns.KEEP}
-        if modes:
+        modes = [row.mode for row in rows]
+        used = frozenset(modes) - {columns.KEEP}
+        if used:
             tokens = tokens.clone()  # the caller's may belong to a graph
             back["stuck"] = torch.zeros(len(rows), dtype=torch.bool, device=logits.device)
-            (params,) = desk.send(row_data.parameters(rows, engine_seed))
+            (params,) = desk.send(row_data.parameters(rows, modes, engine_seed))
             shaped = _shaped(form, desk, logits, rows, params)
-            form.draw(shaped, params, tokens, back["stuck"], modes)
+            form.draw(shaped, params, tokens, back["stuck"], used)
         most = max(one.logprobs for one in wants)
         if most >= 0:
             (tops,) = desk.send(np.array([one.logprobs for one in wants], np.int32))

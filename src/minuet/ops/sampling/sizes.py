@@ -33,7 +33,7 @@ SEARCH_ROUNDS = 2 * (VALUE_ROUNDS + 32 + 3 + 20) + 2
 STATE = 7 + 2 * SEARCH_ROUNDS
 """int64 per filtered row: what is known of it, and the sums of each round of the search."""
 SEARCH_PROGRAMS = 128
-"""Programs that search together, all of which must be resident: no more than any chip has units."""
+"""Programs that search together, all of which must be resident: any chip has as many units."""
 ENTRIES = 1 << 16
 """Tokens with a penalty or bias that are sent at a time, of 16 bytes each."""
 PIECE = 4 * ENTRIES
@@ -56,16 +56,17 @@ def parts_of(rows: int, vocab: int, tile: int) -> tuple[int, int]:
     return -(-tiles // each), each
 
 
-def searchers_of(rows: int, vocab: int, tile: int) -> tuple[int, int]:
+def searchers_of(rows: int, vocab: int, tile: int, programs: int) -> tuple[int, int]:
     """How a row is divided among those who search it: (programs, tiles of each).
 
     Args:
         rows: rows of the call.
         vocab: columns.
         tile: logits per tile.
+        programs: as many as are resident together; where rows are more, each has one.
     """
     tiles = -(-vocab // tile)
-    each = -(-tiles // max(1, min(tiles, SEARCH_PROGRAMS // rows)))
+    each = -(-tiles // max(1, min(tiles, programs // rows)))
     return -(-tiles // each), each
 
 

@@ -4,7 +4,7 @@ The tile and the splits follow from N and K alone, never from the number of rows
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,9 +20,10 @@ from minuet.platform.triton import Launch, arch_name
 # T rows, K input features, N output features
 
 _ADD_BLOCK = 1024
-# Up to so many rows splits run side by side: beyond, rows alone fill the device.
-_SPLIT_ROWS = 128
-RUNGS = (1, _SPLIT_ROWS + 1)
+# Up to so many rows are one tile, and up to so many the splits run side by side: beyond, rows alone
+# fill the device.
+_FEW_ROWS, _SPLIT_ROWS = 64, 128
+RUNGS = (1, _FEW_ROWS + 1, _SPLIT_ROWS + 1)
 """Row counts from which another kernel is used."""
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -56,8 +57,8 @@ class Tile:
         num_stages: depth of the pipeline of loads.
         programs: tiles of one row block are split along K until they are so many.
         few: outputs of a tile of a weight with fewer than ``programs`` tiles of them.
-        many: the block where rows are many. A matrix instruction sums an output over 16 columns
-            whatever the block is, so the bits are those of the small one; a test compares them.
+        many: the block where rows are more than 64. A matrix instruction sums an output over 16
+            columns whatever the block is, so the bits are the same; a test compares them.
     """
 
     m: int
@@ -71,9 +72,11 @@ class Tile:
 
     def block(self, rows: int, n_size: int) -> Block:
         """The block for so many rows and outputs."""
-        if self.many is not None and rows > _SPLIT_ROWS:
-            return self.many
-        return Block(self.m, self.width(n_size), self.num_warps, self.num_stages)
+        width = self.width(n_size)
+        if self.many is None or rows <= _FEW_ROWS:
+            return Block(self.m, width, self.num_warps, self.num_stages)
+        # splits side by side: a narrow tile, as for few rows, so that all units have one
+        return replace(self.many, n=width) if rows <= _SPLIT_ROWS else self.many
 
     def width(self, n_size: int) -> int:
         """Outputs of a tile, from the number of outputs alone."""
@@ -86,8 +89,8 @@ class Tile:
         return int(triton.cdiv(steps, triton.cdiv(steps, wanted)))  # no part is empty
 
 
-_HOPPER = Tile(64, 128, 128, 4, 4, 132, few=64, many=Block(128, 128, 8, 3))
-_CDNA = Tile(64, 128, 64, 4, 2, 256)
+_HOPPER = Tile(_FEW_ROWS, 128, 128, 4, 4, 132, few=64, many=Block(128, 128, 8, 3))
+_CDNA = Tile(_FEW_ROWS, 128, 64, 4, 2, 256)
 TILES: Mapping[str, Tile] = MappingProxyType(
     {
         "sm90": _HOPPER,
@@ -95,7 +98,7 @@ TILES: Mapping[str, Tile] = MappingProxyType(
         "gfx942": _CDNA,
         "gfx950": _CDNA,
         "gfx1250": _CDNA,
-        "cpu": Tile(64, 32, 32, 4, 2, 4),  # Triton's interpreter
+        "cpu": Tile(_FEW_ROWS, 32, 32, 4, 2, 4),  # Triton's interpreter
     }
 )
 

@@ -38,7 +38,8 @@ class Tuning:
         candidates: room for candidates of a filtered row.
         group_size: tokens per group of the pivot's choice.
         columns: groups per program.
-        alone: one program searches a row; where programs run one after another.
+        searchers: programs that search together; each waits for those of its row, so the device
+            must hold them all. 1 where programs run one after another.
         native: take logarithms by the instruction that NVIDIA's chips have.
         list_warps: warps of the program that draws among the candidates.
         list_registers: registers a thread of it may have; 0: as the compiler likes.
@@ -50,7 +51,7 @@ class Tuning:
     candidates: int = sizes.CANDIDATES
     group_size: int = sizes.GROUP_SIZE
     columns: int = sizes.GROUP_COLUMNS
-    alone: bool = False
+    searchers: int = sizes.SEARCH_PROGRAMS
     native: bool = False
     list_warps: int = 8
     list_registers: int = 0
@@ -62,8 +63,9 @@ class Tuning:
         return {"num_warps": self.list_warps, **registers}
 
 
-# With 16 warps the compiler spills unless it is told that it need not.
-_HOPPER = Tuning(native=True, list_warps=16, list_registers=128)
+# Two programs of a search fit into each of at least 132 units. With 16 warps the compiler spills
+# unless it is told that it need not.
+_HOPPER = Tuning(native=True, list_warps=16, list_registers=128, searchers=256)
 TUNINGS: Mapping[str, Tuning] = MappingProxyType({"sm90": _HOPPER, "sm100": _HOPPER})
 
 
@@ -260,9 +262,7 @@ def filter_launches(
         },
         tuning.list_options,
     )
-    searchers, each = sizes.searchers_of(rows, vocab, tuning.draw_tile)
-    if tuning.alone:
-        searchers, each = 1, triton.cdiv(vocab, tuning.draw_tile)
+    searchers, each = sizes.searchers_of(rows, vocab, tuning.draw_tile, tuning.searchers)
     yield Launch(
         filters.draw_searched,
         (rows, searchers),
