@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -176,6 +176,25 @@ def cos_sin_row(pool: Pool, tokens: int) -> Row:
     return Row(contenders, 8.0 * tokens, check)
 
 
+def linear_row(outputs: int, inputs: int, pool: Pool, tokens: int) -> Row:
+    """A projection; six sets of weights."""
+    ours, xs = ops_for("triton"), pool.tokens(tokens, inputs)
+    weights = [
+        torch.randn(outputs, inputs, device=DEVICE, dtype=torch.bfloat16) * inputs**-0.5
+        for _ in range(INPUTS)
+    ]
+
+    def call(function) -> Callable[[int], torch.Tensor]:
+        return lambda i: function(xs[i % INPUTS], weights[i % INPUTS])
+
+    def check() -> float:
+        want = F.linear(xs[0].float(), weights[0].float())
+        return error_of(call(ours.linear)(0), want.to(torch.bfloat16), 5e-3)
+
+    contenders = {"us": call(ours.linear), "torch_us": call(F.linear)}
+    return Row(contenders, 2.0 * outputs * inputs, check, 2.0 * tokens * outputs * inputs)
+
+
 def route_row(pool: Pool, tokens: int) -> Row:
     xs, target = pool.tokens(tokens), target_of(DEVICE)
     rows = moe.tiling_for(tokens, target, False).rows
@@ -278,6 +297,8 @@ ROWS = {
     "add_norm_of_experts": parts_row,
     "swiglu_dense": swiglu_row,
     "cos_sin": cos_sin_row,
+    "linear_qkv": partial(linear_row, 2560, HIDDEN),
+    "linear_o": partial(linear_row, HIDDEN, 2048),
     "route": route_row,
     "moe": moe_row,
 }

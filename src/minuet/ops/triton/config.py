@@ -96,16 +96,14 @@ class Projection:
     Attributes:
         upto: applies up to this many rows.
         rows: of a program, at least ``upto``.
-        outputs: output channels of a program.
-        channels: input channels taken at once.
-        warps: warps per program.
+        product: the rest; input channels are divided in whole steps of its loop.
+        programs: at most, where input channels are divided.
     """
 
     upto: int
     rows: int
-    outputs: int
-    channels: int
-    warps: int
+    product: Product
+    programs: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,14 +136,15 @@ class Target:
     interpreted: bool = False
 
 
+_ONE = Tiling(1, 16, Product(32, 256, 2, 4), Product(64, 64, 4, 3), early=True)
 _FEW = Tiling(64, 16, Product(32, 256, 2, 3), Product(128, 128, 8, 3), early=True)
-_SOME = Tiling(512, 32, Product(128, 128, 8, 3), Product(256, 64, 4, 3))
-_MORE = Tiling(1024, 64, Product(64, 64, 4, 4), Product(128, 64, 4, 4))
+_SOME = Tiling(512, 32, Product(128, 128, 8, 3), Product(128, 64, 4, 3))
+_MORE = Tiling(1024, 64, Product(64, 64, 4, 4), Product(128, 64, 4, 3))
 _LOTS = Tiling(MANY, 128, Product(128, 64, 8, 4), Product(128, 64, 8, 3))
 
 _NVIDIA = Target(
     pdl=True,
-    tilings=(_FEW, _SOME, _MORE, _LOTS),
+    tilings=(_ONE, _FEW, _SOME, _MORE, _LOTS),
     invariant=Tiling(MANY, 64, Product(64, 64, 4, 4), Product(128, 64, 4, 3)),
     routers=(
         Router(4, 4, 4, 1024, 0, 4, 1),
@@ -162,7 +161,7 @@ _NVIDIA = Target(
         Sorting(2048, 16, 4, 3, 4),
         Sorting(MANY, 32, 4, 3, 4),
     ),
-    projections=(),
+    projections=(Projection(16, 16, Product(64, 128, 4, 4), 256),),
 )
 _SM80 = replace(_NVIDIA, pdl=False)
 
@@ -207,7 +206,7 @@ _INTERPRETER = replace(
         Sorting(64, 4, 1, 2),
         Sorting(MANY, 16, 1, 3),
     ),
-    projections=(Projection(4, 4, 4, 64, 1),),
+    projections=(Projection(16, 16, Product(16, 32, 1, 1), 16),),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

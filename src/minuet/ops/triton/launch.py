@@ -15,7 +15,7 @@ from torch import Tensor
 from minuet.errors import ContractError
 from minuet.ops.table import Ops
 from minuet.ops.triton.common import (
-    cut,
+    operand,
     options_of,
     power_of_2,
     target_of,
@@ -32,6 +32,7 @@ from minuet.platform.triton import Launch
 
 _COS_SIN_ROWS = 16
 _GATE_CHANNELS = 1024
+_SUM_BLOCK = 512
 
 
 def table(batch_invariant: bool) -> Ops:
@@ -227,31 +228,52 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
         weight: [OUT, IN] in one piece.
     """
     target = target_of(x.device)
-    most = max((c.upto for c in target.projections), default=0)
-    if not 0 < x.shape[0] <= most or not x.is_contiguous():
+    how = next((cut for cut in target.projections if x.shape[0] <= cut.upto), None)
+    if how is None or not x.shape[0] or weight.shape[1] % how.product.c or not x.is_contiguous():
         return F.linear(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    project_launch(x, weight, out, cut(target.projections, x.shape[0]), target)()
+    for launch in project_launches(x, weight, out, how, target):
+        launch()
     return out
 
 
-def project_launch(
+def project_launches(
     x: Tensor, weight: Tensor, out: Tensor, how: Projection, target: Target
-) -> Launch:
-    """The launch of :func:`project` for few rows."""
-    if not (x.is_contiguous() and weight.is_contiguous()):
-        raise ContractError("operands", got=(x.stride(), weight.stride()), expected="in one piece")
+) -> tuple[Launch, ...]:
+    """The launches of :func:`project` for few rows: parts of the sum, and their sum.
+
+    How many parts follows from the weight alone: as many as divide the loop and keep to the number
+    of programs.
+    """
+    (num_tokens, inputs), outputs = x.shape, weight.shape[0]
+    tiles, steps = triton.cdiv(outputs, how.product.n), inputs // how.product.c
+    fits = (n for n in range(1, steps + 1) if steps % n == 0 and tiles * n <= how.programs)
+    parts = max(fits, default=1)
+    sums = out
+    if parts > 1:
+        sums = torch.empty((parts, num_tokens, outputs), device=x.device)
     args = dict(
         x_ptr=x,
         weight_ptr=weight,
-        out_ptr=out,
-        num_tokens=x.shape[0],
-        IN=weight.shape[1],
-        OUT=weight.shape[0],
+        out_ptr=sums,
+        num_tokens=num_tokens,
+        IN=inputs,
+        OUT=outputs,
+        PART=inputs // parts,
         M=how.rows,
-        N=how.outputs,
-        C=min(how.channels, power_of_2(weight.shape[1])),
+        N=how.product.n,
+        C=how.product.c,
+        OPERAND=operand(x.dtype, target),
+        STAGES=how.product.stages,
         PDL=target.pdl,
     )
-    grid = (triton.cdiv(weight.shape[0], how.outputs),)
-    return Launch(skinny_kernels.project_few, grid, args, options_of(target, how.warps))
+    options = options_of(target, how.product.warps, how.product.stages)
+    main = Launch(skinny_kernels.project_part, (tiles, parts), args, options)
+    if parts == 1:
+        return (main,)
+    size = num_tokens * outputs
+    args = dict(
+        parts_ptr=sums, out_ptr=out, size=size, PARTS=parts, BLOCK=_SUM_BLOCK, PDL=target.pdl
+    )
+    grid = (triton.cdiv(size, _SUM_BLOCK),)
+    return main, Launch(skinny_kernels.add_parts, grid, args, options_of(target, 4))

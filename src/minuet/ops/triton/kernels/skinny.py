@@ -1,43 +1,52 @@
-"""A projection of very few rows, on vector units: a read of the weights with some arithmetic."""
+"""A projection of few rows: bandwidth-bound, its columns divided over programs."""
 
 import triton
 import triton.language as tl
 
 from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
+from minuet.ops.triton.kernels.experts import load_rows, load_weights
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def project_few(
+def project_part(
     x_ptr,  # [T, IN]
     weight_ptr,  # [OUT, IN]
-    out_ptr,  # [T, OUT]
+    out_ptr,  # [parts, T, OUT]: FP32 sums over a part of IN; one part: the result
     num_tokens,
-    IN: tl.constexpr, OUT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
-    PDL: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, PART: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``x @ weight.T``: N output channels of all of at most M rows, C input channels at a time.
-
-    The first weights are asked for before the kernel before is done: weights do not change.
-    """
-    row = tl.arange(0, M)
+    """``x @ weight.T`` of N output channels, PART input channels and all of at most M rows."""
     n = tl.program_id(0) * N + tl.arange(0, N)
+    part, row = tl.program_id(1), tl.arange(0, M)
+    valid = row < num_tokens
+    weights_at = weight_ptr + n.to(tl.int64)[:, None] * IN
+    x_at = x_ptr + row[None, :] * IN
     total = tl.zeros((N, M), tl.float32)
-    for k in tl.static_range(0, IN, C):
+    wait_for_previous(PDL)
+    for k in tl.range(part * PART, (part + 1) * PART, C, num_stages=STAGES):
         channel = k + tl.arange(0, C)
-        at = weight_ptr + n.to(tl.int64)[:, None] * IN + channel[None, :]
-        if IN % C == 0 and OUT % N == 0:
-            weights = tl.load(at).to(tl.float32)
-        else:
-            inside = (n < OUT)[:, None] & (channel < IN)[None, :]
-            weights = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        if k == 0:
-            wait_for_previous(PDL)
-        for m in tl.static_range(M):
-            inside = (channel < IN)[None, :] & (m < num_tokens)
-            x = tl.load(x_ptr + m * IN + channel[None, :], mask=inside, other=0.0)
-            product = tl.sum(weights * x.to(tl.float32), 1)
-            total += tl.where(row[None, :] == m, product[:, None], 0.0)
-    at = out_ptr + row[None, :] * OUT + n[:, None]
-    mask = (row < num_tokens)[None, :] & (n < OUT)[:, None]
+        x = load_rows(x_at, channel, valid, IN, C).to(OPERAND)
+        weights = load_weights(weights_at, channel, n, IN, OUT, N, C).to(OPERAND)
+        total = tl.dot(weights, x, total)
+    at = out_ptr + (part * num_tokens + row).to(tl.int64)[None, :] * OUT + n[:, None]
+    mask = valid[None, :] & (n < OUT)[:, None]
     tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    let_next_start(PDL)
+
+
+@triton.jit(do_not_specialize=["size"])
+def add_parts(
+    parts_ptr,  # [PARTS, size] FP32
+    out_ptr,  # [size]
+    size,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The sum of the parts, in their order."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + part * size + at, mask=at < size, other=0.0)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
     let_next_start(PDL)
