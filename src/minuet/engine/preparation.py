@@ -41,7 +41,6 @@ class Preparation:
         kernels: the launchers that the model calls.
         recorder: stands around them for the self-test.
         facility: the device.
-        held_before: bytes its allocator held before weights were loaded: other people's.
     """
 
     model: Model
@@ -50,7 +49,6 @@ class Preparation:
     kernels: StepKernels
     recorder: selftest.Recorder
     facility: Facility
-    held_before: int = 0
 
     def run(self, lap: Callable[[str], None]) -> QueuedRunner:
         """Do all of it.
@@ -61,6 +59,8 @@ class Preparation:
         Raises:
             PreparationError: a shape cannot be captured, or failed its self-test.
         """
+        # weights and pages, and what others in this process hold
+        held_before = self.facility.reserved_bytes()
         with torch.inference_mode():
             prepared = Prepared(self.model, self.cache, self.plan, self.kernels, self.facility)
             lap("reserve")
@@ -71,7 +71,7 @@ class Preparation:
                 selftest.check(prepared, self.cache, self.plan, self.recorder, step)
             lap("self-test")
         self.facility.idle()
-        seal = Seal(self.facility, self.plan.config.seal, self._limit())
+        seal = Seal(self.facility, self.plan.config.seal, self._limit(held_before))
         seal.close()
         return QueuedRunner(
             self.model, self.cache, prepared, seal, depth=DEPTH, seed=self.plan.config.seed
@@ -97,21 +97,20 @@ class Preparation:
     def _note(self, what: str) -> None:
         log.debug("%s: allocator holds %s", what, human_bytes(self.facility.reserved_bytes()))
 
-    def _limit(self) -> int:
+    def _limit(self, held_before: int) -> int:
         """Bytes the allocator may hold after ready: those declared, or those taken if more."""
-        memory, held = self.plan.memory, self.facility.reserved_bytes() - self.held_before
-        exact = memory.weight_bytes + memory.workspace_bytes + memory.kv_bytes
-        declared = memory.graph_bytes + memory.activation_bytes
-        taken = held - exact
+        memory = self.plan.memory
+        taken = self.facility.reserved_bytes() - held_before
+        declared = memory.workspace_bytes + memory.graph_bytes + memory.activation_bytes
         shown = human_bytes(taken), human_bytes(declared)
-        log.info("graphs and activations took %s of %s declared", *shown)
+        log.info("workspace, graphs and activations took %s of %s declared", *shown)
         if taken > declared:
             log.warning(
-                "graphs and activations took %s more than the plan's estimate; "
-                "--gpu-memory-utilization leaves room for it, or does not",
+                "that is %s more than the plan's estimate; --gpu-memory-utilization leaves room "
+                "for it, or does not",
                 human_bytes(taken - declared),
             )
-        return self.held_before + max(held, exact + declared)
+        return held_before + max(taken, declared)
 
 
 @contextmanager

@@ -92,7 +92,6 @@ def start(
     plan = plan_for(options, source.facts, arch, device_bytes=device_memory_bytes(arch))
     plan.require_runnable()
     device = facility(device_for(arch))
-    held_before = device.reserved_bytes()
     if not arch.is_gpu:
         keep_freed_memory()
     for line in explain.summary(plan):
@@ -105,8 +104,9 @@ def start(
         raise IntegrityError(
             f"the pool took {cache.num_bytes} bytes, the plan says {plan.memory.kv_bytes}"
         )
+    device.trim()  # what loading needed for a moment
     clock.lap("reserve")
-    runner, seal = _runner(source, weights, cache, plan, watch, device, held_before, clock)
+    runner, seal = _runner(source, weights, cache, plan, watch, device, clock)
     tokenizer = _tokenizer(source.folder)
     core = Core(_scheduler(plan, source), runner, _limits(plan, source), tokenizer)
     log.info("ready after %s", ", ".join(f"{k} {v:.1f} s" for k, v in clock.laps.items()))
@@ -120,7 +120,6 @@ def _runner(
     plan: ExecutionPlan,
     watch: Callable[[StepKernels], StepKernels] | None,
     device: Facility,
-    held_before: int,
     clock: "_Clock",
 ) -> tuple[Runner | QueuedRunner, Seal]:
     """What carries out steps: as they come, or in prepared shapes where the plan says so."""
@@ -132,7 +131,7 @@ def _runner(
     model_class = importlib.import_module(source.package + ".model").Model
     model: Model = model_class(source.spec, weights, kernels, ops)
     if plan.prepared:
-        preparation = Preparation(model, cache, plan, kernels, recorder, device, held_before)
+        preparation = Preparation(model, cache, plan, kernels, recorder, device)
         queued = preparation.run(clock.lap)
         return queued, queued.seal
     runner, seal = Runner(model, cache, plan.config.seed), Seal(device, plan.config.seal)

@@ -33,9 +33,13 @@ _NODES_PER_LAYER = (
 _GRAPH_STEP_BYTES = 2 * 2**20
 GRAPH_REASON = "estimate: 16 kernel nodes per layer of 5 KiB each, in steps of 2 MiB per graph"
 ACTIVATION_REASON = (
-    "estimate: every intermediate of one layer alive at once, two copies of the logits, and the "
-    "scratch of sampling"
+    "estimate: every intermediate of one layer alive at once, two copies of the logits, the "
+    "scratch of sampling, and the matrix library's workspace on two streams"
 )
+
+# torch gives cuBLAS 32 MiB per stream on sm90 (8 MiB elsewhere; the CUBLAS_WORKSPACE_CONFIG that
+# its documentation lists as default); steps run on one stream, captures on another.
+_LIBRARY_BYTES = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ def activation_bytes(
     rows = inner + (4 + per_token) * facts.hidden
     logits = 2 * logit_rows * facts.vocab * DType.FP32.itemsize
     sampling = scratch_bytes(logit_rows, facts.vocab, min(max_logprobs, facts.vocab))
-    return tokens * rows * compute.itemsize + logits + sampling
+    return tokens * rows * compute.itemsize + logits + sampling + _LIBRARY_BYTES
 
 
 def page_bytes(layouts: Iterable[KVLayout]) -> int:

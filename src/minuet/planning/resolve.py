@@ -105,8 +105,7 @@ class _Settling:
         self.refusals: list[Refusal] = []
         self._auto("arch", lambda: arch.name, Source.ARCH)
         self.values["arch"] = arch.name
-        if not self.values["model"]:
-            self.values["model"] = facts.name
+        self.values["model"] = facts.name
 
     def _auto(self, name: str, value: Callable[[], Any], source: Source) -> None:
         if self.values[name] == AUTO:
