@@ -5,7 +5,9 @@ import json
 import pytest
 
 from minuet.cli import main
+from minuet.cli.eval import _GENERATED
 from minuet.errors import MinuetError
+from minuet.evals import tasks
 from minuet.evals.serving import serving
 
 
@@ -185,3 +187,7 @@ def test_what_cannot_be_run_is_one_line_and_exit_code_2(there, capsys, words, na
     captured = capsys.readouterr()
     assert named in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+def test_every_task_has_its_sub_command():
+    assert set(_GENERATED) == set(tasks.TASKS)
