@@ -116,5 +116,5 @@ if __name__ == "__main__":
                 table[key] = compile_launch(made, arch_name).resources
                 print(key, table[key], flush=True)
                 check(arch_name, kernel, table[key])
-        report = {"triton": triton.__version__, "kernels": table}
+        report = {"triton": triton.__version__, "kernels": dict(sorted(table.items()))}
         RECORD.write_text(json.dumps(report, indent=1) + "\n")
