@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.server.conftest import tiny, tiny_folder  # noqa: F401 - a real server, for a few
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 

@@ -1,14 +1,19 @@
 """The reported divergence is a lower bound of the true one, exact where everything is known."""
 
+import json
 import math
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from minuet.cli import main
+from minuet.engine.llm import LLM
+from minuet.engine.types import SamplingParams
 from minuet.errors import ConfigError
 from minuet.evals.logits import divergence, kl_at_least
-from minuet.evals.records import Scored
+from minuet.evals.questions import generated
+from minuet.evals.records import Records, Scored
 
 weights = st.lists(st.floats(0.01, 1.0), min_size=6, max_size=6)
 
@@ -84,3 +89,50 @@ def test_other_tokens_are_no_pair():
         divergence([scored("a", tops)], [scored("a", tops, ids=(5, 6, 8))])
     with pytest.raises(ConfigError, match="no text in common"):
         divergence([scored("a", tops)], [scored("b", tops)])
+
+
+# --- through a real server -----------------------------------------------------------------------
+
+
+def test_a_servers_logprobs_are_the_engines_and_do_not_diverge_from_themselves(
+    tiny, tiny_folder, tmp_path, capsys
+):
+    out = tmp_path / "a.jsonl"
+    words = ["eval", "logits", "--task", "lists", "--limit", "2", "--top", "5", "--quiet"]
+    for path in (out, tmp_path / "b.jsonl"):
+        assert main([*words, "--base-url", tiny.url, "--out", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["eval", "compare", str(out), str(tmp_path / "b.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["all tokens"]["kl_max_at_least"] == pytest.approx(0.0, abs=1e-6)
+    assert found["all tokens"]["same_top_token"] == 1.0
+    assert 0 < found["answers"]["positions"] < found["all tokens"]["positions"]
+
+    llm = LLM(tiny_folder, kv_cache_pages=256, announce=lambda line: None)
+    (texts,) = Records(out).scored.values()
+    assert len(texts) == 2
+    for text in texts.values():
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=5)
+        (output,) = llm.generate([text.token_ids], params)
+        reports = output.prompt_logprobs[1:]
+        assert text.logprobs == pytest.approx([r.logprob for r in reports], abs=2e-5)
+        for kept, report in zip(text.top, reports, strict=True):
+            assert (
+                dict(report.top).items() <= {i: pytest.approx(p, abs=2e-5) for i, p in kept}.items()
+            )
+        answer = llm.engine.tokenizer.decode(text.token_ids[text.answer_at :])
+        assert answer == next(
+            q.expected
+            for q in generated("lists", seed=0, count=2).questions
+            if q.key == text.question
+        )
+
+
+def test_a_text_that_is_not_scored_is_said_and_asked_again_next_time(fake, tmp_path, capsys):
+    words = ["eval", "logits", "--task", "lists", "--limit", "1", "--quiet"]
+    out = ["--out", str(tmp_path / "a.jsonl")]
+    fake.reply = lambda body: (404, {"error": {"message": "no such route"}})
+    assert main([*words, *out, "--base-url", fake.url]) == 1
+    assert "not scored: lists/0: /tokenize answered 404" in capsys.readouterr().out
+    records = Records(tmp_path / "a.jsonl")
+    assert records.texts(records.find().key) == {}
