@@ -58,7 +58,7 @@ def test_the_gpu_answers_no_worse_and_no_better_than_the_cpu(runs, name, flags):
     assert found.counts.p_value >= entry.p_at_least, found.counts
 
 
-@pytest.mark.parametrize("name", ["tiny-logits-cpu", "tiny-logits-kv-fp8"])
+@pytest.mark.parametrize("name", ["tiny-logits-cpu", "tiny-logits-kv-fp8-sm90"])
 def test_distributions_stay_as_close_as_the_catalog_asks(name, tmp_path):
     means = Means(tmp_path / "logits.jsonl", lambda line: None, model=MODEL)
     outcome = entries.run_entry(catalog.find(name), means)
