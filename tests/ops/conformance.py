@@ -184,6 +184,10 @@ def check_linear(bench: Bench) -> None:
                 got = bench.ops.linear(x, weight)
             want = torch.nn.functional.linear(x.cpu().float(), weight.cpu().float())
             bench.near(got, want.to(bench.dtype))
+            residual = bench.random(tokens, outputs, seed=9)
+            with poisoned():
+                total = bench.ops.add(residual, bench.ops.linear_delta(x, weight))
+            assert torch.equal(total, residual + got)  # adding parts up later changes nothing
 
 
 # --- experts -------------------------------------------------------------------------------------

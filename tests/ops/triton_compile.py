@@ -50,7 +50,11 @@ def launches(arch: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> dic
     ]
     for how in target.projections[:1]:
         qkv, packed = _empty(2560, HIDDEN, dtype=dtype), _empty(tokens, 2560, dtype=dtype)
-        made += launch.project_launches(x, qkv, packed, how, target)
+        sums = _empty(6, tokens, 2560, dtype=torch.float32)
+        made += [
+            launch.project_launch(x, qkv, sums, how, target),
+            launch.sum_launch(sums, packed, target),
+        ]
     named = {one.kernel.__name__: one for one in made}
     named["add_norm"] = launch.rows_launch(x, x, x, x, weight, 1e-6, target)
     named["add_norm_parts"] = launch.rows_launch(x, parts, x, x, weight, 1e-6, target)

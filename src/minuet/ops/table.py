@@ -32,12 +32,14 @@ class Ops:
     """What a decoder layer calls besides attention.
 
     A *delta* is what an attention block or an FFN adds to the residual stream: a [T, H] tensor, or
-    what this table's ``moe`` returned, which only its ``add`` and ``add_norm`` understand.
+    what this table's ``moe`` or ``linear_delta`` returned, which only its ``add`` and ``add_norm``
+    understand.
 
     Attributes:
         name: of the table.
         batch_invariant: a row's results do not depend, to the bit, on the other rows.
         linear: ``linear(x [..., in], weight [out, in]) -> [..., out]``.
+        linear_delta: ``linear(x [T, in], weight [H, in])`` as a delta.
         norm: ``norm(x [T, H], weight, eps) -> [T, H]``, see :mod:`minuet.ops.norm`.
         add: ``add(residual, delta) -> [T, H]``, the sum in the type of ``residual``.
         add_norm: ``add_norm(residual, delta, weight, eps) -> (sum, norm of the sum)``.
@@ -51,6 +53,7 @@ class Ops:
     name: str
     batch_invariant: bool
     linear: Callable[[Tensor, Tensor], Tensor]
+    linear_delta: Callable[[Tensor, Tensor], Any]
     norm: Callable[[Tensor, Tensor, float], Tensor]
     add: Callable[[Tensor, Any], Tensor]
     add_norm: Callable[[Tensor, Any, Tensor, float], tuple[Tensor, Tensor]]
@@ -107,6 +110,7 @@ _REFERENCE = Ops(
     name=REFERENCE,
     batch_invariant=False,
     linear=F.linear,
+    linear_delta=F.linear,
     norm=gemma_rms_norm,
     add=_add,
     add_norm=_add_norm,

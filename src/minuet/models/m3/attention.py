@@ -35,7 +35,7 @@ class Attention:
         kernels: LayerKernels,
         ops: Ops,
     ):
-        self._linear = ops.linear
+        self._linear, self._linear_delta = ops.linear, ops.linear_delta
         self._qkv, self._o = weights.qkv, weights.o
         self._norms = HeadNorms(
             q=weights.q_norm,
@@ -58,7 +58,7 @@ class Attention:
         cos: Tensor,
         sin: Tensor,
         plan: Any,
-    ) -> Tensor:
+    ) -> Any:
         """Attend, writing this step's tokens to the cache first.
 
         Args:
@@ -70,7 +70,7 @@ class Attention:
             plan: of this step, from the kernels' own ``plan``.
 
         Returns:
-            [T, W], before the residual is added.
+            the delta that ``ops.add_norm`` takes: [T, W], before the residual is added.
         """
         packed = self._linear(hidden_TW, self._qkv)
         q, index_q = self._kernels.write(cache, packed, slots, cos, sin, self._norms)
@@ -79,4 +79,4 @@ class Attention:
             assert self._kernels.select is not None
             blocks = self._kernels.select(index_q, cache, plan, self._selection)
         out = self._kernels.attend(q, cache, plan, blocks, self._scale)
-        return self._linear(out.flatten(1), self._o)
+        return self._linear_delta(out.flatten(1), self._o)

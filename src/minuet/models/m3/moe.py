@@ -19,11 +19,11 @@ class MLP:
         self._gate_up, self._down, self._ops = weights.gate_up, weights.down, ops
         self._alpha, self._limit = spec.swiglu_alpha, spec.swiglu_limit
 
-    def __call__(self, hidden_TW: Tensor) -> Tensor:
-        """[T, W] to [T, W]."""
+    def __call__(self, hidden_TW: Tensor) -> Any:
+        """[T, W] to the delta that ``ops.add`` and ``ops.add_norm`` take."""
         ops = self._ops
         inner = ops.swiglu(ops.linear(hidden_TW, self._gate_up), self._alpha, self._limit)
-        return ops.linear(inner, self._down)
+        return ops.linear_delta(inner, self._down)
 
 
 class MoE:

@@ -117,7 +117,7 @@ class Target:
         invariant: the one tiling of every step, where rows may not depend on their batch.
         routers: by tokens of the step, ascending.
         invariant_router: the one of every step, where rows may not depend on their batch.
-        sortings: by tokens of the step, ascending.
+        sorts: by tokens of the step, ascending.
         projections: by rows, ascending; more rows go to the library.
         terms: BF16 tokens are multiplied with the FP32 router as three BF16 matrices.
         row_warps: warps of a program that takes a whole row.
@@ -129,7 +129,7 @@ class Target:
     invariant: Tiling
     routers: tuple[Router, ...]
     invariant_router: Router
-    sortings: tuple[Sorting, ...]
+    sorts: tuple[Sorting, ...]
     projections: tuple[Projection, ...] = ()
     terms: bool = True
     row_warps: int = 8
@@ -154,7 +154,7 @@ _NVIDIA = Target(
         Router(MANY, 128, 64, 64, 1, 8, 3),
     ),
     invariant_router=Router(MANY, 16, 32, 128, 8, 4, 3),
-    sortings=(
+    sorts=(
         Sorting(4, 4, 4, 1),
         Sorting(16, 16, 8, 1),
         Sorting(64, 1, 1, 2, 8),
@@ -186,7 +186,7 @@ _AMD = Target(
     invariant=_AMD_LOTS,
     routers=(Router(16, 4, 4, 1024, 0, 4, 1), Router(MANY, 16, 16, 128, 8, 4, 2)),
     invariant_router=Router(MANY, 16, 16, 128, 8, 4, 2),
-    sortings=(Sorting(16, 16, 4, 1), Sorting(64, 8, 2, 2), Sorting(MANY, 64, 8, 3)),
+    sorts=(Sorting(16, 16, 4, 1), Sorting(64, 8, 2, 2), Sorting(MANY, 64, 8, 3)),
 )
 
 _INTERPRETER = replace(
@@ -200,7 +200,7 @@ _INTERPRETER = replace(
     ),
     invariant=Tiling(MANY, 32, Product(32, 32, 1, 1), Product(32, 32, 1, 1)),
     routers=(Router(16, 4, 4, 32, 0, 4, 1), Router(MANY, 64, 64, 64, 4, 4, 3)),
-    sortings=(
+    sorts=(
         Sorting(4, 4, 1, 1),
         Sorting(16, 16, 1, 1),
         Sorting(64, 4, 1, 2),

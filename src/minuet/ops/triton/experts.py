@@ -134,7 +134,7 @@ def route_launches(
         raise ContractError("tokens", got=x.stride(), expected="in one piece")
     router = target.invariant_router if batch_invariant else cut(target.routers, num_tokens)
     scores, logits = router_launch(x, experts.router, router, target)
-    sorting = cut(target.sortings, num_tokens)
+    sorting = cut(target.sorts, num_tokens)
     choose = dict(
         logits_ptr=logits,
         bias_ptr=experts.bias,

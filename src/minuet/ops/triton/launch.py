@@ -4,6 +4,7 @@ Nothing here waits for the device, reads a value back or depends on data: what a
 the number of tokens, an argument that no kernel is specialised on.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,10 +36,24 @@ _GATE_CHANNELS = 1024
 _SUM_BLOCK = 512
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """A projection whose input channels were divided, not yet added up.
+
+    Attributes:
+        values: [parts, T, H] float32.
+    """
+
+    values: Tensor
+
+
+Delta = Tensor | Parts | Sums
+
+
 def table(batch_invariant: bool) -> Ops:
     """The table ``triton`` of :func:`minuet.ops.table.ops_for`."""
     targets = TARGETS.values()
-    cuts: list[Any] = [c for target in targets for c in target.sortings]
+    cuts: list[Any] = [c for target in targets for c in target.sorts]
     edges = set(LINEAR_RUNGS) if batch_invariant else {1}
     if not batch_invariant:
         for target in targets:
@@ -48,6 +63,7 @@ def table(batch_invariant: bool) -> Ops:
         name="triton",
         batch_invariant=batch_invariant,
         linear=invariant_linear if batch_invariant else project,
+        linear_delta=invariant_linear if batch_invariant else project_delta,
         norm=norm,
         add=add,
         add_norm=add_norm,
@@ -75,12 +91,12 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
-def add(residual: Tensor, delta: Tensor | Parts) -> Tensor:
+def add(residual: Tensor, delta: Delta) -> Tensor:
     """``residual + delta``, a new tensor.
 
     Args:
         residual: [T, H].
-        delta: [T, H], or parts, whose weighted sum is rounded once before it is added.
+        delta: [T, H], or parts or sums, added up and rounded once before they are added.
     """
     total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     if residual.shape[0]:
@@ -88,9 +104,7 @@ def add(residual: Tensor, delta: Tensor | Parts) -> Tensor:
     return total
 
 
-def add_norm(
-    residual: Tensor, delta: Tensor | Parts, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def add_norm(residual: Tensor, delta: Delta, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``residual + delta`` and its norm, in one launch.
 
     Args:
@@ -108,7 +122,7 @@ def add_norm(
 
 def rows_launch(
     x: Tensor,
-    delta: Tensor | Parts | None,
+    delta: Delta | None,
     total: Tensor | None,
     normed: Tensor | None,
     weight: Tensor | None,
@@ -117,7 +131,8 @@ def rows_launch(
 ) -> Launch:
     """The launch of :func:`norm`, :func:`add` and :func:`add_norm`, by which outputs are given."""
     target = target or target_of(x.device)
-    values, shares = (delta.values, delta.shares) if isinstance(delta, Parts) else (delta, None)
+    values = delta.values if isinstance(delta, Parts | Sums) else delta
+    shares = delta.shares if isinstance(delta, Parts) else None
     if x.stride(1) != 1 or (values is not None and not values.is_contiguous()):
         raise ContractError("rows", got=x.stride(), expected="rows in one piece")
     num_tokens, hidden = x.shape
@@ -128,6 +143,7 @@ def rows_launch(
         weight_ptr=x if weight is None else weight,
         sum_ptr=x if total is None else total,
         normed_ptr=x if normed is None else normed,
+        num_tokens=num_tokens,
         stride_x=x.stride(0),
         eps=eps,
         H=hidden,
@@ -135,6 +151,7 @@ def rows_launch(
         ADD=delta is not None,
         PARTS=0 if shares is None or values is None else values.shape[1],
         K=0 if shares is None else shares.shape[1],
+        SUMS=delta.values.shape[0] if isinstance(delta, Sums) else 0,
         NORM=normed is not None,
         PDL=target.pdl,
     )
@@ -227,36 +244,62 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
         x: [T, IN].
         weight: [OUT, IN] in one piece.
     """
-    target = target_of(x.device)
-    how = next((cut for cut in target.projections if x.shape[0] <= cut.upto), None)
-    if how is None or not x.shape[0] or weight.shape[1] % how.product.c or not x.is_contiguous():
+    how = _projection(x, weight)
+    if how is None:
         return F.linear(x, weight)
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    for launch in project_launches(x, weight, out, how, target):
-        launch()
+    sums = _divided(x, weight, how)
+    main = project_launch(x, weight, out if sums is None else sums, how)
+    main()
+    if sums is not None:
+        sum_launch(sums, out)()
     return out
 
 
-def project_launches(
-    x: Tensor, weight: Tensor, out: Tensor, how: Projection, target: Target
-) -> tuple[Launch, ...]:
-    """The launches of :func:`project` for few rows: parts of the sum, and their sum.
+def project_delta(x: Tensor, weight: Tensor) -> Delta:
+    """As :func:`project`, for :func:`add` and :func:`add_norm`, which add parts up themselves."""
+    how = _projection(x, weight)
+    sums = None if how is None else _divided(x, weight, how)
+    if how is None or sums is None:
+        return project(x, weight)
+    project_launch(x, weight, sums, how)()
+    return Sums(sums)
 
-    How many parts follows from the weight alone: as many as divide the loop and keep to the number
-    of programs.
+
+def _projection(x: Tensor, weight: Tensor) -> Projection | None:
+    """How a projection is cut; None: by the library."""
+    cuts = target_of(x.device).projections
+    how = next((cut for cut in cuts if 0 < x.shape[0] <= cut.upto), None)
+    whole = how is not None and weight.shape[1] % how.product.c == 0
+    return how if whole and x.is_contiguous() and weight.is_contiguous() else None
+
+
+def _divided(x: Tensor, weight: Tensor, how: Projection) -> Tensor | None:
+    """Memory of the parts of a divided projection: [parts, T, OUT] float32.
+
+    How many follows from the weight alone: as many as divide the loop into whole steps and keep to
+    the number of programs. None: one part.
     """
-    (num_tokens, inputs), outputs = x.shape, weight.shape[0]
-    tiles, steps = triton.cdiv(outputs, how.product.n), inputs // how.product.c
+    tiles, steps = triton.cdiv(weight.shape[0], how.product.n), weight.shape[1] // how.product.c
     fits = (n for n in range(1, steps + 1) if steps % n == 0 and tiles * n <= how.programs)
     parts = max(fits, default=1)
-    sums = out
-    if parts > 1:
-        sums = torch.empty((parts, num_tokens, outputs), device=x.device)
+    if parts == 1:
+        return None
+    return torch.empty((parts, x.shape[0], weight.shape[0]), device=x.device)
+
+
+def project_launch(
+    x: Tensor, weight: Tensor, out: Tensor, how: Projection, target: Target | None = None
+) -> Launch:
+    """The launch of few rows; ``out`` is the result, or its parts."""
+    target = target or target_of(x.device)
+    outputs, inputs = weight.shape
+    parts = out.shape[0] if out.ndim == 3 else 1
     args = dict(
         x_ptr=x,
         weight_ptr=weight,
-        out_ptr=sums,
-        num_tokens=num_tokens,
+        out_ptr=out,
+        num_tokens=x.shape[0],
         IN=inputs,
         OUT=outputs,
         PART=inputs // parts,
@@ -267,13 +310,21 @@ def project_launches(
         STAGES=how.product.stages,
         PDL=target.pdl,
     )
+    grid = (triton.cdiv(outputs, how.product.n), parts)
     options = options_of(target, how.product.warps, how.product.stages)
-    main = Launch(skinny_kernels.project_part, (tiles, parts), args, options)
-    if parts == 1:
-        return (main,)
-    size = num_tokens * outputs
+    return Launch(skinny_kernels.project_part, grid, args, options)
+
+
+def sum_launch(sums: Tensor, out: Tensor, target: Target | None = None) -> Launch:
+    """The launch that adds parts [parts, T, OUT] up to ``out`` [T, OUT]."""
+    target = target or target_of(out.device)
     args = dict(
-        parts_ptr=sums, out_ptr=out, size=size, PARTS=parts, BLOCK=_SUM_BLOCK, PDL=target.pdl
+        parts_ptr=sums,
+        out_ptr=out,
+        size=out.numel(),
+        PARTS=sums.shape[0],
+        BLOCK=_SUM_BLOCK,
+        PDL=target.pdl,
     )
-    grid = (triton.cdiv(size, _SUM_BLOCK),)
-    return main, Launch(skinny_kernels.add_parts, grid, args, options_of(target, 4))
+    grid = (triton.cdiv(out.numel(), _SUM_BLOCK),)
+    return Launch(skinny_kernels.add_parts, grid, args, options_of(target, 4))

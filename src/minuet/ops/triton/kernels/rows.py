@@ -17,23 +17,25 @@ def swiglu(gate, up, alpha, limit):
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
 
 
-@triton.jit(do_not_specialize=["stride_x"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_x"])
 def add_norm(
     x_ptr,  # [T, H], rows stride_x apart
-    delta_ptr,  # [T, H]; PARTS: [T, PARTS, H]
+    delta_ptr,  # [T, H]; PARTS: [T, PARTS, H]; SUMS: [SUMS, T, H] FP32
     shares_ptr,  # [T, K] FP32; PARTS only
     weight_ptr,  # [H] FP32; NORM only
     sum_ptr,  # [T, H]; ADD only
     normed_ptr,  # [T, H]; NORM only
+    num_tokens,
     stride_x,
     eps,
     H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    SUMS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: ``x + delta`` in the type of x, and the Gemma norm of that.
 
     With PARTS, delta is the sum of a token's experts: the first K weighed by their shares, then the
-    shared expert, added in this order in FP32 and rounded once.
+    shared expert, added in this order in FP32 and rounded once. With SUMS, likewise the parts of a
+    divided projection.
     """
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
@@ -53,6 +55,12 @@ def add_norm(
                     delta += tl.load(shares_ptr + row * K + part) * value
                 else:
                     delta += value
+            delta = delta.to(kept)
+        elif SUMS:
+            delta = tl.zeros((BLOCK,), tl.float32)
+            for part in tl.static_range(SUMS):
+                at = delta_ptr + (part * num_tokens + row) * H + channel
+                delta += tl.load(at, mask=inside, other=0.0)
             delta = delta.to(kept)
         else:
             delta = tl.load(delta_ptr + row * H + channel, mask=inside, other=0.0)
