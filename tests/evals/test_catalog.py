@@ -181,6 +181,17 @@ def test_a_pair_fails_when_chance_does_not_explain_the_loss():
     assert not judged(PAIR, report(20), report(15, 5)).passed
 
 
+@pytest.mark.parametrize(("right", "passes"), [(20, True), (0, False)])
+def test_nothing_is_compared_with_a_measure_that_fails(tmp_path, monkeypatch, right, passes):
+    """Two servers that answer nothing rightly lose nothing against each other."""
+    found = report(right, 20 - right)
+    monkeypatch.setattr(entries, "_ask", lambda *_: found)
+    means = entries.Means(tmp_path / "x", print)
+    outcome = entries.run_entry(entry(PAIR), means, folder_of(tmp_path, GOOD, PAIR))
+    assert outcome.passed is passes
+    assert ("did not pass" in outcome.said) is not passes
+
+
 def test_identical_means_every_answer():
     fields = {**PAIR, "p_at_least": None, "identical": True}
     assert judged(fields, report(5, 2), report(5, 2)).passed

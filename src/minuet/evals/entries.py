@@ -108,6 +108,10 @@ def run_entry(entry: Entry, means: Means, folder: Path = FOLDER) -> Outcome:
         return judge_logits(entry, divergence(*texts))
     base = accuracy(entry.against, folder)
     first = _ask(base, base.flags, means)
+    measure = judge_accuracy(base, first)
+    if not measure.passed:  # nothing is lost against a run that gets nothing right
+        said = f"the measure, {base.name}, did not pass: {measure.said}"
+        return Outcome(entry, False, said, first)
     second = _ask(base, {**base.flags, **entry.flags}, means)
     return judge_paired(entry, compare(first.side, second.side))
 
