@@ -36,6 +36,7 @@ from minuet.engine.core import Core  # noqa: E402
 from minuet.engine.start import Engine, start  # noqa: E402
 from minuet.engine.types import SamplingParams  # noqa: E402
 from minuet.models.slices import SliceSpec, write_slice  # noqa: E402
+from minuet.platform.torch import device_facts  # noqa: E402
 
 MIB = 2**20
 LAG = 64  # new lengths between a length and its repetition
@@ -275,7 +276,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "dense_layers": args.dense_layers,
         },
         "arch": engine.plan.arch.name,
-        "gpus": record.gpus(),
+        "gpus": record.gpus(facts["uuid"]) if (facts := device_facts(engine.plan.arch)) else [],
         "torch": torch.__version__,
         "start_s": {name: round(s, 3) for name, s in engine.timings_s.items()},
         "config": {
