@@ -199,3 +199,20 @@ def test_a_step_is_divided_no_finer_than_its_longest_part_needs(lengths, budget,
     assert ((counts > 0) == (tiles > 0)).all()
     longest = [int((-(-tiles // np.maximum(n, 1))).max()) for n in (balanced, counts)]
     assert longest[1] <= longest[0]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_batch_invariant_rows_share_no_tile(invariant):
+    """Which query tokens meet in a tile depends on how a prompt was cut into steps."""
+    plan = planned("sm90", attention_backend="triton", batch_invariant=invariant)
+    shape = plan.shapes.all[-1]
+    step = planner(plan, shape, slices_of(plan, shape)).plan(
+        whole_batch(plan, shape), plan.config.block_size
+    )
+    (unite,) = (
+        made
+        for made in launches(plan, shape, LayerKind.SPARSE, step)
+        if made.kernel.fn.__name__ == "unite_lists"
+    )
+    in_lists = unite.args["TOKENS"] * unite.args["TOP"]
+    assert (unite.args["row_blocks_per_step"] > in_lists) is invariant

@@ -20,9 +20,9 @@ from minuet.attention.backends.triton.config import Merge, Tuning
 from minuet.attention.backends.triton.kernels import attend as attend_kernels
 from minuet.attention.backends.triton.kernels import tiles as tile_kernels
 from minuet.attention.backends.triton.selecting import Deferred, Scores
-from minuet.attention.backends.triton.spec import SPLIT
+from minuet.attention.backends.triton.spec import MAX_TOP_BLOCKS, SPLIT
 from minuet.attention.backends.triton.step import Plan
-from minuet.attention.backends.triton.tiles import Chunk
+from minuet.attention.backends.triton.tiles import ROW_TILE_TOKENS, Chunk
 from minuet.attention.reference import Selection
 from minuet.errors import ContractError
 from minuet.kv.cache import LayerCache
@@ -35,6 +35,7 @@ Blocks = Scores | Deferred | Tensor
 _WIDE = 32  # query vectors from which ``config.Target.wide`` applies
 _MOST_ACROSS_PAGES = 64  # tokens
 _ROW_PROGRAMS_PER_UNIT = 8
+_NEVER_UNITED = ROW_TILE_TOKENS * MAX_TOP_BLOCKS + 1  # more than all lists of a tile hold
 _LOG2_E = 1.4426950408889634
 
 
@@ -223,6 +224,8 @@ def _unite_launch(
     plan, top = call.plan, lists.shape[2]
     target = plan.target
     row_blocks = target.row_blocks_per_step_fp8 if call.fp8 else target.row_blocks_per_step
+    if plan.shape.batch_invariant:  # who shares a tile is the schedule's doing
+        row_blocks = _NEVER_UNITED
     records = plan.tables["row_tiles"][slice(*chunk.row_tiles)]
     args = dict(
         lists_ptr=lists,
