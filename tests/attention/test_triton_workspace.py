@@ -209,7 +209,7 @@ def test_batch_invariant_rows_share_no_tile(invariant):
     step = planner(plan, shape, slices_of(plan, shape)).plan(
         whole_batch(plan, shape), plan.config.block_size
     )
-    (unite,) = (
+    unite, *_ = (
         made
         for made in launches(plan, shape, LayerKind.SPARSE, step)
         if made.kernel.fn.__name__ == "unite_lists"
