@@ -139,7 +139,7 @@ _NVIDIA = Target(
     blocks=Tuning(128, 4, 3),
     blocks_fp8=Tuning(128, 4, 3, registers=255),
     prefill=Tuning(64, 8, 3),
-    prefill_fp8=Tuning(128, 8, 3),
+    prefill_fp8=Tuning(128, 8, 2),
     prefill_vectors=128,
     tiles=Tuning(128, 8, 3),
     tiles_fp8=Tuning(128, 8, 2),

@@ -8,6 +8,7 @@ from minuet.attention.backends.triton.kernels.common import (
     LOWEST,
     attend_tile,
     load_queries,
+    no_sums,
     row_of,
     store_output,
     store_partial,
@@ -122,7 +123,7 @@ def attend_dense(
         offsets += (head * GROUP + member) * stride_q_head
         q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
         top = tl.full([M], LOWEST, tl.float32)
-        total = tl.zeros([M, TILE // 4], tl.float32)
+        total = no_sums(M, TILE)
         zero = tl.zeros([M, C], tl.float32)
         top, total, even, odd = stream(
             q_low, q_high, top, total, zero, zero,
@@ -162,7 +163,7 @@ def stream_blocks(
 ):  # fmt: skip
     """Chosen blocks ``first .. end - 1`` of one row."""
     top = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M, TILE // 4], tl.float32)
+    total = no_sums(M, TILE)
     even = tl.zeros([M, C], tl.float32)
     odd = tl.zeros([M, C], tl.float32)
     within = tl.arange(0, TILE)
@@ -314,7 +315,7 @@ def attend_prefill(
     offsets = (first_token + query) * stride_q_token + (head * GROUP + member) * stride_q_head
     q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
     top = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M, TILE // 4], tl.float32)
+    total = no_sums(M, TILE)
     zero = tl.zeros([M, C], tl.float32)
     k_ptr += head * stride_k_head
     v_ptr += head * stride_v_head

@@ -117,11 +117,25 @@ def load_values(pointers, mask, OPERAND: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def no_sums(M: tl.constexpr, TILE: tl.constexpr):
+    """[M, SUMS] zeros: as few sums per row as a thread can keep without asking another.
+
+    A row's scores repeat over a warp's threads every 8 columns where warps divide the rows, and
+    every quarter of the tile where few rows leave them the columns to divide.
+    """
+    if M >= 128:
+        SUMS: tl.constexpr = 8
+        return tl.zeros([M, SUMS], tl.float32)
+    else:
+        return tl.zeros([M, TILE // 4], tl.float32)
+
+
+@triton.jit
 def attend_tile(
     q_low,  # [M, C] OPERAND
     q_high,  # [M, C] OPERAND; PAIRS only
     top,  # [M] running maximum, less SHIFT
-    total,  # [M, TILE / 4] running sums, added up at the end
+    total,  # [M, SUMS] running sums, added up at the end
     out_even,  # [M, C] FP32
     out_odd,  # [M, C] FP32; PAIRS only
     k_ptr,  # first token of the tile, this KV head
@@ -177,7 +191,8 @@ def attend_tile(
     else:
         shares = weights
     # sums within a thread only: the exchange between threads waits until the last tile
-    shares = tl.sum(tl.reshape(shares, [shares.shape[0], 4, TILE // 4]), 1)
+    SUMS: tl.constexpr = total.shape[1]
+    shares = tl.sum(tl.reshape(shares, [shares.shape[0], TILE // SUMS, SUMS]), 1)
     total = total * keep[:, None] + shares
     operand = weights.to(OPERAND)
     out_even = tl.dot(operand, v_even, out_even * keep[:, None])

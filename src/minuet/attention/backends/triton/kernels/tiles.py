@@ -9,6 +9,7 @@ from minuet.attention.backends.triton.kernels.common import (
     LOWEST,
     attend_tile,
     load_queries,
+    no_sums,
     store_output,
 )
 from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
@@ -202,7 +203,7 @@ def attend_tiles(
         offsets += (head * GROUP + member) * stride_q_head
         q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
         top = tl.full([M], LOWEST, tl.float32)
-        total = tl.zeros([M, TILE // 4], tl.float32)
+        total = no_sums(M, TILE)
         even = tl.zeros([M, C], tl.float32)
         odd = even
         k_ptr += head * stride_k_head
