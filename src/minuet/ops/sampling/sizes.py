@@ -1,4 +1,8 @@
-"""What sampling takes of a device: tiles, parts, and the bytes of its scratch. No torch."""
+"""What sampling takes of a device: tiles, parts, and the bytes of its scratch. No torch.
+
+Tiles are what was fastest on one H200, 2026-11, benchmarks/results/h200/
+2026-11-29-sampling-sweeps.json; the report's has not been varied.
+"""
 
 from minuet.dtypes import DType
 from minuet.errors import ContractError
