@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minuet.engine import rows as row_data
+from minuet.engine import sampler
 from minuet.engine.sampler import NOT_FINITE, Row, prompt_logprobs, rows_of, sample, verify
 from minuet.engine.types import Request, Sampled, SamplingParams, ScheduledRequest
 from minuet.errors import RequestError
@@ -91,6 +92,10 @@ def test_penalties_count_output_and_repetition_counts_the_prompt_too():
     shaped = shape(row, Row(request([3], prompt=[0], repetition_penalty=2.0)))
     assert shaped[0, :4].tolist() == [1.0, 2.0, 2.0, -2.0]
     assert row[0, :4].tolist() == [2.0, 2.0, 2.0, -1.0], "the model's logits were written"
+
+
+def test_a_rehearsal_runs_on_the_cpu_too():
+    sampler.rehearse(3, VOCAB, 4, torch.device("cpu"))
 
 
 def test_the_coldest_draw_is_the_most_likely_token():

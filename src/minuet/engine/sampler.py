@@ -356,9 +356,13 @@ def rehearse(max_rows: int, vocab: int, max_logprobs: int, device: torch.device)
         for kind in kinds
     ]
     found = greedy(logits)
+    # a whole piece is there too when long answers have penalties, and the draw of the step before
+    held: list[Any] = _desk(device).send(np.zeros(PIECE, np.int32))
     for turn in range(len(kinds)):
         rows = [Row(requests[(turn + i) % len(kinds)]) for i in range(max_rows)]
-        draw(logits, rows, 0, greedy=found).results()
+        held.append(draw(logits, rows, 0, greedy=found))
         # a row alone is searched by many programs, many rows by one each: another kernel
-        draw(logits[:1], rows[:1], 0).results()
+        held.append(draw(logits[:1], rows[:1], 0))
+    for drawn in held[1:]:
+        drawn.results()
     prompt_logprobs(logits, [0] * max_rows, max_logprobs)
