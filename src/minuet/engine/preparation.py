@@ -21,7 +21,7 @@ from minuet.engine.seal import Seal
 from minuet.kv.cache import KVCache
 from minuet.log import get_logger
 from minuet.planning.execution import ExecutionPlan
-from minuet.planning.memory import human_bytes
+from minuet.planning.memory import SPARE_BYTES, human_bytes
 from minuet.planning.shapes import StepShape
 from minuet.platform.device import Facility
 
@@ -92,6 +92,7 @@ class Preparation:
                 self._note(str(shape))
                 step(shape)
         sampler.rehearse(rows, self.plan.facts.vocab, config.max_logprobs, self.facility.device)
+        self.facility.spare(SPARE_BYTES)
         self._note("sampling")
 
     def _note(self, what: str) -> None:

@@ -16,6 +16,9 @@ from minuet.errors import PreparationError
 from minuet.platform import compilation
 
 
+_SMALL_BYTES = 2**20  # kSmallSize of torch's CUDACachingAllocator: these live in segments of 2 MiB
+
+
 class Event(Protocol):
     """A point in the device's queue."""
 
@@ -74,6 +77,10 @@ class Facility(Protocol):
         """Give memory that is held and not in use back to the device."""
         ...
 
+    def spare(self, size: int) -> None:
+        """Let the allocator hold about ``size`` free bytes for small tensors."""
+        ...
+
     def idle(self) -> None:
         """Wait until everything queued is done."""
         ...
@@ -126,6 +133,9 @@ class Host:
 
     def trim(self) -> None:
         """Nothing is held."""
+
+    def spare(self, size: int) -> None:
+        """The host's allocator needs none."""
 
     def idle(self) -> None:
         """Nothing is queued."""
@@ -192,6 +202,13 @@ class Gpu:
     def trim(self) -> None:
         """Whole segments that nothing uses; captures do the same as they begin."""
         torch.cuda.empty_cache()
+
+    def spare(self, size: int) -> None:
+        """Tensors of half the size up to which the allocator calls them small; they are freed."""
+        piece = _SMALL_BYTES // 2
+        pieces = range(-(-size // piece))
+        held = [torch.empty(piece, dtype=torch.uint8, device=self.device) for _ in pieces]
+        held.clear()
 
     def idle(self) -> None:
         """Wait for every stream."""
