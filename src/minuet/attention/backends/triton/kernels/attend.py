@@ -123,7 +123,7 @@ def attend_dense(
         offsets += (head * GROUP + member) * stride_q_head
         q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
         top = tl.full([M], LOWEST, tl.float32)
-        total = no_sums(M, TILE)
+        total = no_sums(M, TILE, False)
         zero = tl.zeros([M, C], tl.float32)
         top, total, even, odd = stream(
             q_low, q_high, top, total, zero, zero,
@@ -163,7 +163,7 @@ def stream_blocks(
 ):  # fmt: skip
     """Chosen blocks ``first .. end - 1`` of one row."""
     top = tl.full([M], LOWEST, tl.float32)
-    total = no_sums(M, TILE)
+    total = no_sums(M, TILE, False)
     even = tl.zeros([M, C], tl.float32)
     odd = tl.zeros([M, C], tl.float32)
     within = tl.arange(0, TILE)
@@ -315,7 +315,7 @@ def attend_prefill(
     offsets = (first_token + query) * stride_q_token + (head * GROUP + member) * stride_q_head
     q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
     top = tl.full([M], LOWEST, tl.float32)
-    total = no_sums(M, TILE)
+    total = no_sums(M, TILE, SCALED)
     zero = tl.zeros([M, C], tl.float32)
     k_ptr += head * stride_k_head
     v_ptr += head * stride_v_head

@@ -203,7 +203,7 @@ def attend_tiles(
         offsets += (head * GROUP + member) * stride_q_head
         q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
         top = tl.full([M], LOWEST, tl.float32)
-        total = no_sums(M, TILE)
+        total = no_sums(M, TILE, True)
         even = tl.zeros([M, C], tl.float32)
         odd = even
         k_ptr += head * stride_k_head
