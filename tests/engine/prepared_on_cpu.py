@@ -104,6 +104,21 @@ def check_answers(folder: Path) -> Iterator[str]:
     same = sum(a == b for a, b in zip(got, wanted, strict=True))
     assert same >= len(prompts) - 1, (got, wanted)  # a tie may break apart in 16 bits
     yield "answers"
+    # prompts longer than a step: their log-probabilities come in pieces of a rung
+    reports = [prompt_logprobs(engine, prompts[2]) for engine in (prepared, on_cpu)]
+    assert len(reports[0]) == len(prompts[2]) - 1
+    difference = torch.tensor(reports[0]) - torch.tensor(reports[1])
+    assert float(difference.abs().median()) < 0.05, difference
+    yield "log-probabilities of a prompt"
+
+
+def prompt_logprobs(prepared: Engine, prompt: list[int]) -> list[float]:
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    output = prepared.core.add("reported", prompt, params)
+    while prepared.core.has_work:
+        prepared.core.step()
+    assert output.prompt_logprobs is not None
+    return [report.logprob for report in output.prompt_logprobs if report is not None]
 
 
 def check_drafts(folder: Path) -> Iterator[str]:

@@ -33,4 +33,4 @@ def test_prepared_steps_answer_as_eager_ones_and_the_self_test_catches_faults(ch
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count("ok ") == 5
+    assert done.stdout.count("ok ") == 6

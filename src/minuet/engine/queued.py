@@ -5,10 +5,11 @@ returns; nothing in it waits for the device. The tokens a step draws stay on the
 next step finds its inputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minuet.engine import sampler
@@ -180,6 +181,10 @@ class QueuedRunner:
             first += share.num_tokens
         return reports
 
-    def _all_logits(self, hidden: Tensor) -> list[Tensor]:
-        """Logits of many rows, no more of them at a time than a decode step has."""
-        return [self.model.logits(rows) for rows in hidden.split(self.prepared.drawn.shape[0])]
+    def _all_logits(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Logits of any number of rows, in pieces of sizes that start-up has met."""
+        rungs = self.prepared.shapes.rungs
+        for rows in hidden.split(rungs[-1]):
+            count = rows.shape[0]
+            padding = next(rung for rung in rungs if rung >= count) - count
+            yield self.model.logits(F.pad(rows, (0, 0, 0, padding)))[:count]

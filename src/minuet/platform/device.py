@@ -15,7 +15,6 @@ from torch import Tensor
 from minuet.errors import PreparationError
 from minuet.platform import compilation
 
-
 _SMALL_BYTES = 2**20  # kSmallSize of torch's CUDACachingAllocator: these live in segments of 2 MiB
 
 
