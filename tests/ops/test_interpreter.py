@@ -1,32 +1,12 @@
-"""The checks through Triton's interpreter, which is chosen at import: in a process."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The operations in Triton's interpreter."""
 
 import pytest
 
-pytest.importorskip("triton")
+from tests import interpreted
 
-ROOT = Path(__file__).parents[2]
+pytest.importorskip("triton")
 
 
 @pytest.mark.sim
 def test_the_operations_agree_with_plain_torch_on_the_cpu():
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.interpreter"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert done.stdout.count("ok ") >= 16
+    assert interpreted.run("tests.ops.interpreter") >= 16

@@ -1,10 +1,6 @@
 """The definition of sampling: its generator, what filters keep, how much memory it takes."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +10,8 @@ from hypothesis import strategies as st
 from minuet.errors import ContractError
 from minuet.ops.sampling import columns, reference, sizes
 from minuet.ops.sampling.philox import philox, words_of_tokens
+from tests import interpreted
 from tests.ops.sampling_cases import COUNTERS, Wish, lines
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("counter", "key", "words"), COUNTERS)
@@ -147,19 +142,4 @@ def test_weights_of_the_largest_vocabulary_do_not_overflow():
 @pytest.mark.sim
 def test_the_kernels_agree_with_the_definition_on_the_cpu():
     pytest.importorskip("triton")
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.sampling_interpreter"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count("ok ") == 6
+    assert interpreted.run("tests.ops.sampling_interpreter") == 6

@@ -19,7 +19,7 @@ from minuet.attention.backends.triton.tiles import (
     Chunk,
     query_tiles,
 )
-from minuet.attention.batch import AttentionBatch
+from minuet.attention.batch import AttentionBatch, PreparedSizes
 from minuet.attention.plan import DecodePlan, Int32Array, PlanShape
 from minuet.errors import ContractError
 from minuet.platform.device import facility
@@ -70,31 +70,9 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
-    """Sizes of a prepared step.
+class StepShape(PreparedSizes):
+    """Sizes of a prepared step, and what follows from them here."""
 
-    Attributes:
-        page_size: tokens per page.
-        num_kv_heads: KV heads of this rank.
-        group: query heads per KV head.
-        max_seqs: sequences of the padded batch.
-        max_tokens: query tokens of the padded batch.
-        max_length: longest context in tokens.
-        query_len: query tokens of every sequence of a decode step; 0 for ragged (prefill) steps.
-        compute_units: of the device.
-        score_bytes: budget of the block-score buffer.
-        kv_fp8: K and V are FP8.
-        batch_invariant: divide dense decode by a request's own length only.
-    """
-
-    page_size: int
-    num_kv_heads: int
-    group: int
-    max_seqs: int
-    max_tokens: int
-    max_length: int
-    query_len: int
-    compute_units: int
     score_bytes: int = SCORE_BYTES
     kv_fp8: bool = True
     batch_invariant: bool = False
