@@ -1,6 +1,7 @@
 """Where our plain data meets torch: dtypes and devices."""
 
 import ctypes
+import os
 import platform
 from types import MappingProxyType
 
@@ -73,6 +74,14 @@ def device_memory_bytes(arch: Arch) -> int | None:
     if not arch.is_gpu or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def host_memory_bytes() -> int | None:
+    """Memory of this machine; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 def device_facts(arch: Arch) -> dict[str, str]:
