@@ -18,7 +18,9 @@ def test_a_model_larger_than_the_machine_is_refused_before_anything_is_loaded(mo
         raise AssertionError("weights were asked for")
 
     monkeypatch.setattr(starting, "_weights", load)
-    with pytest.raises(RefusedError, match="minimax-m3 does not fit this machine") as refused:
+    with pytest.raises(
+        RefusedError, match="minimax-m3 is planned on cpu, but cannot run here"
+    ) as refused:
         begin("minimax-m3", load_format="dummy")
     (refusal,) = refused.value.refusals
     assert "weights" in refusal.got

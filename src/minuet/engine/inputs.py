@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minuet.engine.pages import DUMMY_PAGE
 from minuet.engine.types import ScheduledRequest
 from minuet.errors import ContractError
 from minuet.platform.device import Event, Facility
@@ -19,7 +20,6 @@ from minuet.platform.device import Event, Facility
 # T query tokens (padded), S sequences (padded), P pages of the longest request
 
 _STAGINGS = 2  # one is filled while the other may still be on its way to the device
-_DUMMY_PAGE = 0  # belongs to no request; see planning/memory.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,7 @@ class Inputs:
         self._turn = 0
         # what the device's table holds: rows are sent again only when they changed
         self._held: list[object] = [None] * max_seqs
-        self._rows = np.full(table, _DUMMY_PAGE, np.int32)
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory held."""
-        return self._tokens.nbytes + self._table.nbytes
+        self._rows = np.full(table, DUMMY_PAGE, np.int32)
 
     def views(self, num_tokens: int, num_seqs: int) -> Views:
         """The tensors of a shape."""
@@ -207,7 +202,7 @@ class Inputs:
             if self._held[row] != key:
                 self._held[row] = key
                 self._rows[row, : len(pages)] = pages
-                self._rows[row, len(pages) :] = _DUMMY_PAGE
+                self._rows[row, len(pages) :] = DUMMY_PAGE
                 changed.append(row)
         if changed:
             first, end = changed[0], changed[-1] + 1

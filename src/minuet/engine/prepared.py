@@ -144,13 +144,6 @@ class Prepared:
         self._bodies: dict[StepShape, Callable[[], None]] = {}
         self._replays: dict[StepShape, Callable[[], None]] = {}  # of graphs, or the bodies
 
-    @property
-    def num_input_bytes(self) -> int:
-        """Device memory of inputs, logits and drawn tokens; part of the declared activations."""
-        held = (self.drawn, self._logits, *self._greedy)
-        inputs = sum(inputs.num_bytes for inputs in self._inputs.values())
-        return inputs + sum(tensor.nbytes for tensor in held)
-
     # --- start-up --------------------------------------------------------------------------------
 
     def prepare(self, shape: StepShape) -> None:

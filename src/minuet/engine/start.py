@@ -26,7 +26,7 @@ from minuet.engine.runner import Model, Runner
 from minuet.engine.scheduler import Scheduler
 from minuet.engine.seal import Seal
 from minuet.engine.selftest import Recorder
-from minuet.errors import ConfigError, IntegrityError, Refusal, RefusedError
+from minuet.errors import ConfigError, IntegrityError
 from minuet.kv.cache import KVCache
 from minuet.log import get_logger
 from minuet.models import registry
@@ -35,7 +35,6 @@ from minuet.models.tokenizer import Tokenizer, read_generation_defaults
 from minuet.ops.table import ops_for
 from minuet.planning import explain
 from minuet.planning.execution import ExecutionPlan, plan_for
-from minuet.planning.memory import DUMMY_PAGES, human_bytes, pages_that_fit
 from minuet.platform import arch as arch_table
 from minuet.platform.detect import detect
 from minuet.platform.device import Facility, facility
@@ -45,7 +44,7 @@ from minuet.platform.torch import (
     host_memory_bytes,
     keep_freed_memory,
 )
-from minuet.settings import AUTO, BY_NAME
+from minuet.settings import AUTO
 
 log = get_logger(__name__)
 
@@ -96,8 +95,7 @@ def start(
     source = registry.find(options["model"])
     arch = detect() if options["arch"] == AUTO else arch_table.get(options["arch"])
     plan = plan_for(options, source.facts, arch, device_bytes=device_memory_bytes(arch))
-    plan.require_runnable()
-    _require_host_memory(plan)
+    plan.require_runnable(None if arch.is_gpu else host_memory_bytes())
     device = facility(device_for(arch))
     if not arch.is_gpu:
         keep_freed_memory()
@@ -118,31 +116,6 @@ def start(
     core = Core(_scheduler(plan, source), runner, _limits(plan, source), tokenizer)
     log.info("ready after %s", ", ".join(f"{k} {v:.1f} s" for k, v in clock.laps.items()))
     return Engine(core, plan, source, tokenizer, clock.laps, runner, seal)
-
-
-def _require_host_memory(plan: ExecutionPlan) -> None:
-    """Refuse what this machine cannot hold: on a CPU the plan has no budget of its own.
-
-    Raises:
-        RefusedError: says what it would take.
-    """
-    memory, held = plan.memory, host_memory_bytes()
-    needed = memory.weight_bytes + memory.kv_bytes
-    if plan.arch.is_gpu or held is None or needed <= held:
-        return
-    flag, left = BY_NAME["kv_cache_memory"].flag, held - memory.weight_bytes
-    fits = pages_that_fit(left, memory.page_bytes) > DUMMY_PAGES
-    got = f"weights {human_bytes(memory.weight_bytes)}, KV {human_bytes(memory.kv_bytes)}"
-    refusal = Refusal(
-        "memory",
-        "host memory",
-        got,
-        f"{human_bytes(held)}, all of this machine",
-        f"use {flag} {left}" if fits else "",
-        flag if fits else "",
-        str(left) if fits else "",
-    )
-    raise RefusedError(f"{plan.facts.name} does not fit this machine", [refusal])
 
 
 def _runner(

@@ -212,6 +212,26 @@ class KVLayout:
             i * s for i, s in zip(index, spec.strides, strict=True)
         )
 
+    def query_heads(self, packed_width: int) -> int:
+        """Query heads of a step's packed rows ``[q | k | v | index_q | index_k]``.
+
+        Args:
+            packed_width: ``(H + 2K) * D + (K + 1) * I``; no index part on a dense layer.
+
+        Raises:
+            ContractError: the width of no multiple of the KV heads.
+        """
+        heads, dim = self.num_kv_heads, self.head_dim
+        found, rest = divmod(packed_width - 2 * heads * dim - (heads + 1) * self.index_dim, dim)
+        if rest or found < heads or found % heads:
+            raise ContractError(
+                "packed q/k/v width",
+                got=packed_width,
+                expected=f"(H + 2K) * D + (K + 1) * I with K = {heads}, D = {dim}, "
+                f"I = {self.index_dim}",
+            )
+        return found
+
     def slot(self, page: int, token: int) -> int:
         """Slot number of a token, the form in which a step names where to write."""
         return page * self.page_size + token

@@ -88,19 +88,12 @@ def write(
     """
     layout = cache.layout
     kv_width, index_dim = layout.num_kv_heads * layout.head_dim, layout.index_dim
-    index_width = (layout.num_kv_heads + 1) * index_dim
-    q_width = packed.shape[1] - 2 * kv_width - index_width
-    if q_width < kv_width or q_width % kv_width:
-        raise ContractError(
-            "packed q/k/v width",
-            got=packed.shape[1],
-            expected=f"(H + 2K) * D + (K + 1) * I with K*D = {kv_width}, I = {index_dim}",
-        )
+    num_q = layout.query_heads(packed.shape[1])
+    q_width, index_width = num_q * layout.head_dim, (layout.num_kv_heads + 1) * index_dim
     widths = [q_width + kv_width, kv_width]
     if index_dim:
         widths.append(index_width)
     parts = packed.split(widths, dim=1)
-    num_q = q_width // layout.head_dim
     heads = layout.num_kv_heads
     gains = norms.qk_gains(num_q, heads)
     qk = _normed_and_rotated(parts[0], gains, norms.eps, cos, sin)

@@ -23,7 +23,7 @@ from minuet.errors import Refusal, RefusedError
 from minuet.kv.layout import Form, KVLayout
 from minuet.ops.triton import spec as triton_ops
 from minuet.planning.kernels import PLAIN, Call, Features
-from minuet.planning.memory import MemoryPlan
+from minuet.planning.memory import DUMMY_PAGES, MemoryPlan, human_bytes, pages_that_fit
 from minuet.planning.model import ModelFacts
 from minuet.planning.resolve import resolve_or_refuse
 from minuet.planning.settling import Settled, Settling
@@ -191,14 +191,38 @@ class ExecutionPlan:
         )
         return plan is not None and plan.runnable
 
-    def require_runnable(self) -> None:
-        """Refuse if what was planned is not in this version, or not installed.
+    def _too_large_for(self, host_bytes: int) -> tuple[Refusal, ...]:
+        """On a CPU the plan has no budget of its own, but the machine has an end."""
+        memory = self.memory
+        if memory.weight_bytes + memory.kv_bytes <= host_bytes:
+            return ()
+        flag, left = BY_NAME["kv_cache_memory"].flag, host_bytes - memory.weight_bytes
+        fits = pages_that_fit(left, memory.page_bytes) > DUMMY_PAGES
+        return (
+            Refusal(
+                "memory",
+                "host memory",
+                f"weights {human_bytes(memory.weight_bytes)}, KV {human_bytes(memory.kv_bytes)}",
+                f"{human_bytes(host_bytes)}, all of this machine",
+                f"use {flag} {left}" if fits else "",
+                flag if fits else "",
+                str(left) if fits else "",
+            ),
+        )
+
+    def require_runnable(self, host_bytes: int | None = None) -> None:
+        """Refuse what is not in this version, not installed, or larger than the host.
+
+        Args:
+            host_bytes: memory of the machine whose own memory it runs in; None does not ask.
 
         Raises:
-            RefusedError: carries every obstacle; field ``implementation``, ``installation`` or
-                ``tensor_parallel_size``.
+            RefusedError: carries every obstacle; field ``implementation``, ``installation``,
+                ``tensor_parallel_size`` or ``host memory``.
         """
         obstacles = self.obstacles()
+        if host_bytes is not None:
+            obstacles += self._too_large_for(host_bytes)
         if obstacles:
             raise RefusedError(
                 f"{self.facts.name} is planned on {self.arch.name}, but cannot run here", obstacles

@@ -48,7 +48,7 @@ class Facility(Protocol):
         """Host memory that the device copies from and to without a stop of the host."""
         ...
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self) -> Event:
         """A new event."""
         ...
 
@@ -113,7 +113,7 @@ class Host:
         """Plain memory."""
         return torch.zeros(size, dtype=dtype)
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self) -> Event:
         """An event that is over."""
         return _Over()
 
@@ -158,9 +158,9 @@ class Gpu:
         """Pinned memory."""
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
-    def event(self, *, timed: bool = False) -> Event:
+    def event(self) -> Event:
         """An event of the current stream."""
-        event: Event = torch.cuda.Event(enable_timing=timed)
+        event: Event = torch.cuda.Event()
         return event
 
     def capture(self, body: Callable[[], None], what: str) -> Callable[[], None]:

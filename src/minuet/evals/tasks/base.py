@@ -94,12 +94,6 @@ def ask(text: str) -> tuple[Mapping[str, Any], ...]:
     return ({"role": "user", "content": text},)
 
 
-def last_number(text: str) -> str | None:
-    """The last integer in a text, without commas; None if there is none."""
-    found = re.findall(r"-?\d[\d,]*", text)
-    return str(int(found[-1].replace(",", ""))) if found else None
-
-
 def units(text: str) -> int:
     """Words, digits and marks: the length of a text in tokens where each of these is one token."""
     return len(re.findall(r"\d|[^\W\d]+|[^\w\s]", text))

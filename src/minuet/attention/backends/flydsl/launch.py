@@ -126,14 +126,7 @@ def write(
     runner, layout, tokens = runner or device_runner(), cache.layout, packed.shape[0]
     _require_shuffle(layout)
     heads, dim, index_dim = layout.num_kv_heads, layout.head_dim, layout.index_dim
-    index_width = (heads + 1) * index_dim if index_dim else 0
-    q_heads, rest = divmod(packed.shape[1] - 2 * heads * dim - index_width, dim)
-    if rest or q_heads < heads or q_heads % heads:
-        raise ContractError(
-            "packed q/k/v width",
-            got=packed.shape[1],
-            expected=f"(H + 2K) * D + (K + 1) * I with K = {heads}, D = {dim}, I = {index_dim}",
-        )
+    q_heads = layout.query_heads(packed.shape[1])
     q = packed.new_empty(tokens, q_heads, dim)
     index_q = packed.new_empty(tokens, heads, index_dim) if index_dim else None
     vectors = q_heads + 2 * heads + (heads + 1 if index_dim else 0)

@@ -12,7 +12,6 @@ from minuet.attention.backends.triton.arguments import (
 )
 from minuet.attention.backends.triton.config import Target, Tuning
 from minuet.attention.backends.triton.kernels import write as write_kernels
-from minuet.errors import ContractError
 from minuet.kv.cache import LayerCache
 from minuet.kv.write import HeadNorms
 from minuet.platform.triton import Launch
@@ -43,14 +42,7 @@ def write(
     """
     layout, num_tokens = cache.layout, packed.shape[0]
     heads, dim, index_dim = layout.num_kv_heads, layout.head_dim, layout.index_dim
-    index_width = (heads + 1) * index_dim
-    q_heads, rest = divmod(packed.shape[1] - 2 * heads * dim - index_width, dim)
-    if rest or q_heads < heads or q_heads % heads:
-        raise ContractError(
-            "packed q/k/v width",
-            got=packed.shape[1],
-            expected=f"(H + 2K) * D + (K + 1) * I with K = {heads}, D = {dim}, I = {index_dim}",
-        )
+    q_heads = layout.query_heads(packed.shape[1])
     q = packed.new_empty(num_tokens, q_heads, dim)
     index_q = packed.new_empty(num_tokens, heads, index_dim) if index_dim else None
     if num_tokens:
