@@ -8,7 +8,7 @@ import torch
 
 from minuet.bench import record
 from minuet.errors import ConfigError
-from minuet.platform.profiling import kernel_times
+from minuet.platform.profiling import added_us, kernel_times
 from minuet.platform.timing import time_calls
 
 CPU = torch.device("cpu")
@@ -66,3 +66,11 @@ def test_the_profiler_counts_launches_per_call():
     found = {kernel.name: kernel for kernel in kernel_times(lambda: x @ x @ x, CPU, iters=4)}
     assert found["aten::mm"].launches == 2.0
     assert found["aten::mm"].seconds > 0.0
+    assert found["aten::mm"].added_seconds == found["aten::mm"].seconds
+
+
+def test_overlapping_kernels_add_what_they_move_the_end_by():
+    spans = [("b", 8.0, 14.0), ("a", 0.0, 10.0), ("wait", 9.0, 13.0), ("a", 20.0, 25.0)]
+    # b began early; wait is over before b; the idle 6 us before the second a are its own
+    assert added_us(spans) == {"a": 10.0 + 11.0, "b": 4.0, "wait": 0.0}
+    assert added_us([]) == {}

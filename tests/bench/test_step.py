@@ -119,11 +119,12 @@ def test_a_filled_cache_is_finite_everywhere_and_reads_as_normal_values(kv_dtype
         assert layer.index_k.float().std() == pytest.approx(1.0, abs=0.05)
 
 
-def test_kernels_and_the_time_between_them_make_up_the_step():
-    kernels = [KernelTime("gemm", 3.0, 60e-6), KernelTime("norm", 2.0, 15e-6)]
+def test_what_kernels_add_and_the_rest_make_up_the_step():
+    kernels = [KernelTime("gemm", 3.0, 80e-6, 60e-6), KernelTime("norm", 2.0, 15e-6, 15e-6)]
     found = kernel_rows(kernels, step_ms=0.1)
     assert (found["launches"], found["sum_us"], found["rest_us"]) == (5.0, 75.0, 25.0)
     assert [row["share"] for row in found["rows"]] == [0.6, 0.15]
+    assert [row["us"] for row in found["rows"]] == [80.0, 15.0]
 
 
 def test_the_command_measures_a_slice_and_writes_a_record(checkpoint, tmp_path, capsys):

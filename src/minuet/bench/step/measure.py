@@ -263,26 +263,27 @@ def _against_limit(
 
 
 def kernel_rows(kernels: Sequence[KernelTime], step_ms: float) -> dict[str, Any]:
-    """The kernels of a step, and what their times leave of it.
+    """The kernels of a step, and what they add to it.
 
     Args:
-        kernels: longest first.
+        kernels: that which adds most first.
         step_ms: the step's, measured without a profiler.
 
     Returns:
-        ``rows`` with share of the step, ``sum_us``, and ``rest_us``: time in which none of them
-        ran. Negative where kernels overlap.
+        ``rows``: ``us`` of its own, ``adds_us`` to the step and that as a share of it; ``sum_us``
+        of what they add; ``rest_us``, the step less that: what the profiler itself changed.
     """
     rows = [
         {
             "name": kernel.name,
             "launches": round(kernel.launches, 2),
             "us": round(kernel.seconds * 1e6, 2),
-            "share": round(kernel.seconds * 1e3 / step_ms, 4),
+            "adds_us": round(kernel.added_seconds * 1e6, 2),
+            "share": round(kernel.added_seconds * 1e3 / step_ms, 4),
         }
         for kernel in kernels
     ]
-    total_us = sum(kernel.seconds for kernel in kernels) * 1e6
+    total_us = sum(kernel.added_seconds for kernel in kernels) * 1e6
     return {
         "launches": round(sum(kernel.launches for kernel in kernels), 2),
         "sum_us": round(total_us, 2),
