@@ -19,6 +19,7 @@ from minuet.kv.cache import KVCache, LayerCache
 from minuet.kv.layout import Form, KVLayout
 from minuet.kv.write import HeadNorms, store
 from minuet.ops.rope import cos_sin, inverse_frequencies
+from minuet.ops.sums import Sums
 
 # Cosine to the FP32 reference on dequantised values, and largest absolute error, by query type.
 COSINE = {torch.float32: 0.999999, torch.bfloat16: 0.9999, torch.float16: 0.9999}
@@ -372,6 +373,12 @@ def check_ties(backend: Backend) -> None:
         assert lists[0, 0].tolist() == [0, 1, blocks - 1]
 
 
+def norms_on(weights: HeadNorms, device: torch.device) -> HeadNorms:
+    """The same weights on a device."""
+    moved = (weights.q, weights.k, weights.index_q, weights.index_k)
+    return HeadNorms(*(None if w is None else w.to(device) for w in moved), weights.eps)
+
+
 def check_write(
     backend: Backend,
     kv_dtype: DType,
@@ -402,13 +409,7 @@ def check_write(
     want_q, want_index_q = definition.write(pools[0], packed, slots, cos, sin, weights)
     device = backend.device
     cache = LayerCache(case.layout, {n: x.to(device) for n, x in pools[1].lanes.items()})
-    moved_norms = HeadNorms(
-        *(
-            None if w is None else w.to(device)
-            for w in (weights.q, weights.k, weights.index_q, weights.index_k)
-        ),
-        weights.eps,
-    )
+    moved_norms = norms_on(weights, device)
     q, index_q = backend.launch.write(
         cache, packed.to(device), slots.to(device), cos.to(device), sin.to(device), moved_norms
     )
@@ -417,6 +418,36 @@ def check_write(
         assert_nearly_equal(index_q.cpu(), want_index_q)
     for name, want in pools[0].lanes.items():
         assert_nearly_equal(cache.lanes[name].cpu(), want, carries)
+
+
+def check_write_of_sums(
+    backend: Backend, kv_dtype: DType, index_dim: int, q_dtype: torch.dtype = _BF16
+) -> None:
+    """Packed rows that are not added up yet give, to the byte, what they add up to gives."""
+    case = Case(
+        (), (), kv_dtype=kv_dtype, index_dtype=kv_dtype, index_dim=index_dim, q_dtype=q_dtype
+    )
+    slots = torch.tensor([17, -1, 0, 95, 40])
+    generator = torch.Generator().manual_seed(4)
+    width = (case.group + 2) * case.kv_heads * case.head_dim
+    width += (case.kv_heads + 1) * index_dim if index_dim else 0
+    values = torch.randn(3, len(slots), width, generator=generator)
+    values[:, 2] = -0.0  # a zero vector has scale 1, and adding up makes it +0
+    values[2, 3] = -values[0, 3] - values[1, 3] * 0.999  # nearly nothing is left of large terms
+    sums = Sums(values.to(backend.device), q_dtype)
+    cos, sin = rotation(torch.arange(len(slots)) * 37, 32)
+    found = []
+    for packed in (sums.product(), sums):
+        lanes = KVCache([case.layout], 6, fill=float("nan")).layers[0].lanes
+        cache = LayerCache(case.layout, {n: x.to(backend.device) for n, x in lanes.items()})
+        queries = backend.launch.write(
+            cache, packed, *(x.to(backend.device) for x in (slots, cos, sin)),
+            norms_on(norms(case), backend.device),
+        )  # fmt: skip
+        found.append([*cache.lanes.values(), *(q for q in queries if q is not None)])
+    for want, got in zip(*found, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def assert_nearly_equal(got: Tensor, want: Tensor, carries: bool = True) -> None:

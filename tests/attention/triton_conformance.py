@@ -17,6 +17,7 @@ from tests.attention.conformance import (
     check,
     check_ties,
     check_write,
+    check_write_of_sums,
 )
 from tests.attention.triton_forms import cases as form_cases
 from tests.attention.triton_forms import check_forms
@@ -51,6 +52,7 @@ def main(names: list[str]) -> int:
         for kv in (DType.FP16, fp8):
             check_write(backend, kv, kv, 64, torch.float16, carries=False)
             check_write(backend, kv, DType.FP16, 0, torch.float16, carries=False)
+            check_write_of_sums(backend, kv, 64, torch.float16)
         print("ok write", flush=True)
     return 0
 

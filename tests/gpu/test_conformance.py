@@ -21,6 +21,7 @@ from tests.attention.conformance import (
     check,
     check_ties,
     check_write,
+    check_write_of_sums,
     moved,
 )
 from tests.attention.triton_forms import cases as form_cases
@@ -60,6 +61,12 @@ def test_ties_go_to_the_lowest_block():
 )
 def test_written_lanes_are_those_of_the_definition(kv_dtype, index_dtype, index_dim):
     check_write(backend(), kv_dtype, index_dtype, index_dim)
+
+
+@pytest.mark.parametrize("kv_dtype", [DType.BF16, FLAVOUR])
+@pytest.mark.parametrize("index_dim", [0, 128])
+def test_rows_not_added_up_are_written_as_their_sum(kv_dtype, index_dim):
+    check_write_of_sums(backend(), kv_dtype, index_dim)
 
 
 @pytest.mark.parametrize("kv_dtype", [DType.BF16, FLAVOUR])

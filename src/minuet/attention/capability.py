@@ -204,6 +204,7 @@ class Capability:
         max_top_blocks: blocks per sparse row at most; None for no limit.
         windows: sliding windows are covered.
         sinks: attention sink logits are covered.
+        sums: it takes a product that is not added up yet (:class:`minuet.ops.sums.Sums`).
         max_rows: rows (query tokens x KV heads) of one call at most; None for no limit.
         split: how a decode step is divided over workers; None where the operation does not split.
         workspace: bytes one call needs, from the problem and the largest step.
@@ -233,6 +234,7 @@ class Capability:
     max_top_blocks: int | None = None
     windows: bool = False
     sinks: bool = False
+    sums: bool = False
     max_rows: int | None = None
     split: SplitPolicy | None = None
     workspace: Callable[[Problem, StepSizes], tuple[WorkspaceSpec, ...]] = no_workspace

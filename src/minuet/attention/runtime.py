@@ -20,11 +20,13 @@ class LayerKernels:
         write: norm, rope, quantise and store; returns the queries.
         select: choose blocks; None on a dense layer. What it returns is for ``attend`` alone.
         attend: attention over chosen blocks or over everything.
+        adds_sums: ``write`` takes packed rows that are not added up yet, too.
     """
 
     write: Callable[..., tuple[Tensor, Tensor | None]]
     select: Callable[..., Any] | None
     attend: Callable[..., Tensor]
+    adds_sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,10 @@ def load(choices: Mapping[tuple[LayerKind, Op], Choice]) -> StepKernels:
         choices: one per layer kind and operation; each has a kernel, or start-up had refused.
     """
     launchers: dict[tuple[LayerKind, Op], Callable[..., Any]] = {}
-    modules = set()
+    modules, kernels = set(), {}
     for key, choice in choices.items():
         assert choice.kernel is not None
+        kernels[key] = choice.kernel
         launchers[key] = choice.kernel.load()
         modules.add(choice.kernel.target.partition(":")[0])
     # planning belongs to the backend whose kernels read the plan; one backend serves a whole model
@@ -63,6 +66,7 @@ def load(choices: Mapping[tuple[LayerKind, Op], Choice]) -> StepKernels:
             write=launchers[kind, Op.WRITE],
             select=launchers.get((kind, Op.SELECT)),
             attend=launchers[kind, Op.ATTEND],
+            adds_sums=kernels[kind, Op.WRITE].sums,
         )
         for kind in dict.fromkeys(kind for kind, _ in choices)
     }

@@ -17,6 +17,7 @@ from minuet.ops.activation import swiglu_oai
 from minuet.ops.moe import Experts, experts_forward, route
 from minuet.ops.norm import gemma_rms_norm
 from minuet.ops.rope import cos_sin
+from minuet.ops.sums import Sums
 
 # T tokens, H hidden
 
@@ -32,14 +33,16 @@ class Ops:
     """What a decoder layer calls besides attention.
 
     A *delta* is what an attention block or an FFN adds to the residual stream: a [T, H] tensor, or
-    what this table's ``moe`` or ``linear_delta`` returned, which only its ``add`` and ``add_norm``
+    what this table's ``moe`` or ``linear_sums`` returned, which its ``add`` and ``add_norm``
     understand.
 
     Attributes:
         name: of the table.
         batch_invariant: a row's results do not depend, to the bit, on the other rows.
         linear: ``linear(x [..., in], weight [out, in]) -> [..., out]``.
-        linear_delta: ``linear(x [T, in], weight [H, in])`` as a delta.
+        linear_sums: ``linear(x [T, in], weight [W, in])``, or the :class:`minuet.ops.sums.Sums`
+            that add up to it: for ``add``, ``add_norm`` and ``swiglu``, and for a writer of the
+            cache that knows them.
         norm: ``norm(x [T, H], weight, eps) -> [T, H]``, see :mod:`minuet.ops.norm`.
         add: ``add(residual, delta) -> [T, H]``, the sum in the type of ``residual``.
         add_norm: ``add_norm(residual, delta, weight, eps) -> (sum, norm of the sum)``.
@@ -53,12 +56,12 @@ class Ops:
     name: str
     batch_invariant: bool
     linear: Callable[[Tensor, Tensor], Tensor]
-    linear_delta: Callable[[Tensor, Tensor], Any]
+    linear_sums: Callable[[Tensor, Tensor], Tensor | Sums]
     norm: Callable[[Tensor, Tensor, float], Tensor]
     add: Callable[[Tensor, Any], Tensor]
     add_norm: Callable[[Tensor, Any, Tensor, float], tuple[Tensor, Tensor]]
     cos_sin: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    swiglu: Callable[[Tensor, float, float], Tensor]
+    swiglu: Callable[[Any, float, float], Tensor]
     moe: Callable[[Tensor, Experts], Any]
     rungs: tuple[int, ...] = (1,)
 
@@ -110,7 +113,7 @@ _REFERENCE = Ops(
     name=REFERENCE,
     batch_invariant=False,
     linear=F.linear,
-    linear_delta=F.linear,
+    linear_sums=F.linear,
     norm=gemma_rms_norm,
     add=_add,
     add_norm=_add_norm,

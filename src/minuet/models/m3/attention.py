@@ -35,7 +35,8 @@ class Attention:
         kernels: LayerKernels,
         ops: Ops,
     ):
-        self._linear, self._linear_delta = ops.linear, ops.linear_delta
+        self._pack = ops.linear_sums if kernels.adds_sums else ops.linear
+        self._linear_sums = ops.linear_sums
         self._qkv, self._o = weights.qkv, weights.o
         self._norms = HeadNorms(
             q=weights.q_norm,
@@ -72,11 +73,11 @@ class Attention:
         Returns:
             the delta that ``ops.add_norm`` takes: [T, W], before the residual is added.
         """
-        packed = self._linear(hidden_TW, self._qkv)
+        packed = self._pack(hidden_TW, self._qkv)
         q, index_q = self._kernels.write(cache, packed, slots, cos, sin, self._norms)
         blocks = None
         if self._selection is not None:
             assert self._kernels.select is not None
             blocks = self._kernels.select(index_q, cache, plan, self._selection)
         out = self._kernels.attend(q, cache, plan, blocks, self._scale)
-        return self._linear_delta(out.flatten(1), self._o)
+        return self._linear_sums(out.flatten(1), self._o)

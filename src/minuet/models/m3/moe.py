@@ -22,8 +22,8 @@ class MLP:
     def __call__(self, hidden_TW: Tensor) -> Any:
         """[T, W] to the delta that ``ops.add`` and ``ops.add_norm`` take."""
         ops = self._ops
-        inner = ops.swiglu(ops.linear(hidden_TW, self._gate_up), self._alpha, self._limit)
-        return ops.linear_delta(inner, self._down)
+        gate_up = ops.linear_sums(hidden_TW, self._gate_up)
+        return ops.linear_sums(ops.swiglu(gate_up, self._alpha, self._limit), self._down)
 
 
 class MoE:

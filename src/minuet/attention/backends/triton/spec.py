@@ -85,6 +85,7 @@ CAPABILITIES = (
         index_dims=HEAD_DIMS,
         page_sizes=PAGE_SIZES,
         query_lens=QUERY_LENS,
+        sums=True,
         requires=("torch", "triton"),
     ),
     Capability(

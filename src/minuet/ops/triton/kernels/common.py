@@ -1,4 +1,4 @@
-"""Order of launches, the same for every kernel of a step."""
+"""What kernels of a step have in common: the order of launches, and reading a divided product."""
 
 import triton
 import triton.language as tl
@@ -17,3 +17,14 @@ def let_next_start(PDL: tl.constexpr):
     """Allow the next kernel's prologue. Late: it takes the places of ours (docs/kernels.md)."""
     if PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def load_product(at, stride_part, mask, SUMS: tl.constexpr, KEPT: tl.constexpr):
+    """FP32 of what :class:`minuet.ops.sums.Sums` stands for, or of a tensor where SUMS is 0."""
+    if SUMS == 0:
+        return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros(at.shape, tl.float32)
+    for part in tl.static_range(SUMS):
+        total += tl.load(at + part * stride_part, mask=mask, other=0.0)
+    return total.to(KEPT).to(tl.float32)

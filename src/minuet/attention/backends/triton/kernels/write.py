@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, load_product, wait_for_previous
 
 
 @triton.jit
 def norm_rope(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, mask, eps,
-    D: tl.constexpr, HALF: tl.constexpr, KEPT: tl.constexpr,
+    x_ptr, stride_part, weight_ptr, cos_ptr, sin_ptr, mask, eps,
+    D: tl.constexpr, HALF: tl.constexpr, SUMS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """[HB, D] heads at ``x_ptr`` [HB, 1]: Gemma norm, cast, rotation of 2 * HALF channels, cast.
 
@@ -18,8 +18,8 @@ def norm_rope(
     channel = tl.arange(0, D)
     partner = tl.where(channel < HALF, channel + HALF, channel - HALF)
     partner = tl.where(channel < 2 * HALF, partner, channel)
-    x = tl.load(x_ptr + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = load_product(x_ptr + channel[None, :], stride_part, mask, SUMS, KEPT)
+    y = load_product(x_ptr + partner[None, :], stride_part, mask, SUMS, KEPT)
     inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     gain = 1.0 + tl.load(weight_ptr + channel)[None, :]
     partner_gain = 1.0 + tl.load(weight_ptr + partner)[None, :]
@@ -54,11 +54,11 @@ def store_lane(
 
 
 @triton.jit(
-    do_not_specialize=["stride_packed", "stride_cos"],
-    do_not_specialize_on_alignment=["slots_ptr", "cos_ptr", "sin_ptr", "packed_ptr"],
+    do_not_specialize=["stride_cos"],
+    do_not_specialize_on_alignment=["slots_ptr", "cos_ptr", "sin_ptr"],
 )
 def write_step(
-    packed_ptr,  # [T, width]: q | k | v | index_q | index_k
+    packed_ptr,  # [T, WIDTH]: q | k | v | index_q | index_k; SUMS: [SUMS, T, WIDTH] FP32
     q_out_ptr,  # [T, H, D] contiguous
     index_q_out_ptr,  # [T, K, I] contiguous
     slots_ptr,  # [T] int64
@@ -73,21 +73,24 @@ def write_step(
     k_scale_ptr,  # [N, K, P] FP32
     v_scale_ptr,
     index_k_ptr,  # [N, P, I]
-    stride_packed, stride_cos,
+    stride_cos,
     stride_k_page, stride_k_head, stride_k_token,
     stride_v_page, stride_v_head, stride_v_token,
     stride_scale_page, stride_scale_head,
     stride_index_page, stride_index_token,
     eps,
-    H: tl.constexpr, H_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
+    WIDTH: tl.constexpr, H: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
+    Q_HEADS: tl.constexpr,  # of a program that has queries
     D: tl.constexpr, I: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     MAX: tl.constexpr, SCALED: tl.constexpr, INDEX_MAX: tl.constexpr, INDEX_FP8: tl.constexpr,
-    KEPT: tl.constexpr, PDL: tl.constexpr,
+    SUMS: tl.constexpr, KEPT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One lane of one token: 0 queries, 1 keys, 2 values, 3 index queries, 4 the index key."""
+    """One lane of one token: 0 keys, 1 values, 2 and on queries, then index queries and key."""
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    stride_part = tl.num_programs(0) * WIDTH
+    index_lane: tl.constexpr = 2 + (H + Q_HEADS - 1) // Q_HEADS
     wait_for_previous(PDL)
-    packed_ptr += token * stride_packed
+    packed_ptr += token * WIDTH
     cos_ptr += token * stride_cos
     sin_ptr += token * stride_cos
     slot = tl.load(slots_ptr + token)
@@ -95,39 +98,40 @@ def write_step(
     kv_head = tl.arange(0, K_PAD)
     kept = (kv_head < K) & (slot >= 0)
     if lane == 0:
-        q_head = tl.arange(0, H_PAD)[:, None]
-        q = norm_rope(
-            packed_ptr + q_head * D, q_norm_ptr, cos_ptr, sin_ptr, q_head < H, eps, D, HALF, KEPT
-        )
-        q_at = q_out_ptr + (token * H + q_head) * D + tl.arange(0, D)[None, :]
-        tl.store(q_at, q.to(KEPT), mask=q_head < H)
-    elif lane == 1:
         k = norm_rope(
-            packed_ptr + H * D + kv_head[:, None] * D, k_norm_ptr, cos_ptr, sin_ptr,
-            kv_head[:, None] < K, eps, D, HALF, KEPT,
+            packed_ptr + H * D + kv_head[:, None] * D, stride_part, k_norm_ptr, cos_ptr, sin_ptr,
+            kv_head[:, None] < K, eps, D, HALF, SUMS, KEPT,
         )  # fmt: skip
         k_at = k_ptr + page * stride_k_page + within * stride_k_token + kv_head * stride_k_head
         k_scale_at = k_scale_ptr + page * stride_scale_page + within + kv_head * stride_scale_head
         store_lane(k, k_at[:, None], k_scale_at, kept, MAX, SCALED, SCALED, D)
-    elif lane == 2:
+    elif lane == 1:
         from_ptr = packed_ptr + (H + K) * D + kv_head[:, None] * D + tl.arange(0, D)[None, :]
-        v = tl.load(from_ptr, mask=kv_head[:, None] < K, other=0.0).to(tl.float32)
+        v = load_product(from_ptr, stride_part, kv_head[:, None] < K, SUMS, KEPT)
         v_at = v_ptr + page * stride_v_page + within * stride_v_token + kv_head * stride_v_head
         v_scale_at = v_scale_ptr + page * stride_scale_page + within + kv_head * stride_scale_head
         store_lane(v, v_at[:, None], v_scale_at, kept, MAX, SCALED, SCALED, D)
-    elif lane == 3:
+    elif lane < index_lane:
+        q_head = (lane - 2) * Q_HEADS + tl.arange(0, Q_HEADS)[:, None]
+        q = norm_rope(
+            packed_ptr + q_head * D, stride_part, q_norm_ptr, cos_ptr, sin_ptr,
+            q_head < H, eps, D, HALF, SUMS, KEPT,
+        )  # fmt: skip
+        q_at = q_out_ptr + (token * H + q_head) * D + tl.arange(0, D)[None, :]
+        tl.store(q_at, q.to(KEPT), mask=q_head < H)
+    elif lane == index_lane:
         index_head = kv_head[:, None]
         index_q = norm_rope(
-            packed_ptr + (H + 2 * K) * D + index_head * I, index_q_norm_ptr, cos_ptr, sin_ptr,
-            index_head < K, eps, I, HALF, KEPT,
+            packed_ptr + (H + 2 * K) * D + index_head * I, stride_part, index_q_norm_ptr,
+            cos_ptr, sin_ptr, index_head < K, eps, I, HALF, SUMS, KEPT,
         )  # fmt: skip
         index_q_at = index_q_out_ptr + (token * K + index_head) * I + tl.arange(0, I)[None, :]
         tl.store(index_q_at, index_q.to(KEPT), mask=index_head < K)
     else:
         one = tl.arange(0, 1)
         index_k = norm_rope(
-            packed_ptr + (H + 2 * K) * D + K * I + one[:, None] * I, index_k_norm_ptr,
-            cos_ptr, sin_ptr, one[:, None] < 1, eps, I, HALF, KEPT,
+            packed_ptr + (H + 2 * K) * D + K * I + one[:, None] * I, stride_part, index_k_norm_ptr,
+            cos_ptr, sin_ptr, one[:, None] < 1, eps, I, HALF, SUMS, KEPT,
         )  # fmt: skip
         index_at = index_k_ptr + page * stride_index_page + within * stride_index_token + one
         store_lane(
