@@ -6,6 +6,8 @@ import torch
 from minuet.engine.inputs import Inputs
 from minuet.engine.types import Request, SamplingParams, ScheduledRequest
 from minuet.errors import ContractError
+from minuet.planning.memory import input_bytes
+from minuet.planning.shapes import ShapeSet
 from minuet.platform.device import Host
 
 PAGE = 4
@@ -103,3 +105,13 @@ def test_a_step_larger_than_the_shape_is_a_bug_of_the_caller():
         made.fill([share(20, 0, 9, [1, 2, 3])], [-1], 8)
     with pytest.raises(ContractError, match="sequences"):
         made.fill([share(2, 1, 1, [1], number=i) for i in range(5)], [-1] * 5, 8, 1)
+
+
+def test_the_plan_counts_what_inputs_take_on_the_device():
+    shapes = ShapeSet(rungs=(1, 2, 4), query_lens=(1, 3), buckets=(16, 40))
+    taken = 0
+    for most in (12, 40):  # decode rows of the largest rung; the largest bucket
+        views = inputs(max_tokens=most, max_rows=12, max_length=33).views(most, 4)
+        tensors = views.token_ids, views.page_table
+        taken += sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    assert taken == input_bytes(shapes, max_seqs=4, max_model_len=33, page_size=PAGE)

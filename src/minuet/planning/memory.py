@@ -34,7 +34,8 @@ _GRAPH_STEP_BYTES = 2 * 2**20
 GRAPH_REASON = "estimate: 16 kernel nodes per layer of 5 KiB each, in steps of 2 MiB per graph"
 ACTIVATION_REASON = (
     "estimate: every intermediate of one layer alive at once, two copies of the logits, the "
-    "scratch of sampling, and what libraries and the allocator take for themselves"
+    "scratch of sampling, the inputs of steps with their page tables, and what libraries and the "
+    "allocator take for themselves"
 )
 
 # Small segments that start-up takes and leaves free, for small tensors of sizes it has not met.
@@ -111,6 +112,24 @@ def activation_bytes(
     logits = 2 * logit_rows * facts.vocab * DType.FP32.itemsize
     sampling = scratch_bytes(logit_rows, facts.vocab, min(max_logprobs, facts.vocab))
     return tokens * rows * compute.itemsize + logits + sampling + _LIBRARY_BYTES
+
+
+def input_bytes(shapes: ShapeSet, max_seqs: int, max_model_len: int, page_size: int) -> int:
+    """Inputs of prepared steps on the device, exactly: see :class:`minuet.engine.inputs.Inputs`.
+
+    Decode and prefill steps each have token ids, positions, slots and places of drawn tokens, rows
+    whose logits are wanted, and a page table that is wide enough for the longest request.
+
+    Args:
+        shapes: the closed set.
+        max_seqs: requests of a step at most.
+        max_model_len: longest request in tokens.
+        page_size: tokens per page.
+    """
+    rows = shapes.rungs[-1] * shapes.query_lens[-1]
+    table = max_seqs * -(-max_model_len // page_size) * 4
+    tokens = rows, shapes.buckets[-1]
+    return sum((4 * most + rows) * 8 + table for most in tokens)
 
 
 def page_bytes(layouts: Iterable[KVLayout]) -> int:

@@ -141,6 +141,9 @@ class Settling:
         activations = memory.activation_bytes(
             facts, self.shapes, config.dtype, ranks, config.max_logprobs
         )
+        activations += memory.input_bytes(
+            self.shapes, config.max_num_seqs, length, config.block_size
+        )
         ledger.take("activations", activations if gpu else 0)
         return _Reservation(needed, ledger)
 
