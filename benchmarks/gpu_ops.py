@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_timing import ceilings, compare, header, plain_read, samples
 
 from minuet.ops.activation import swiglu_oai
+from minuet.ops.embedding import Embedded, Embedding, Follows
 from minuet.ops.moe import Experts, route
 from minuet.ops.rope import inverse_frequencies
 from minuet.ops.table import REFERENCE, ops_for
@@ -39,7 +40,7 @@ from minuet.ops.triton.config import MANY, Product, Tiling
 from minuet.platform.triton import Launch
 
 DEVICE = torch.device("cuda")
-HIDDEN, EXPERTS, TOP, WIDTH, DENSE = 6144, 128, 4, 768, 3072
+HIDDEN, EXPERTS, TOP, WIDTH, DENSE, VOCAB = 6144, 128, 4, 768, 3072, 50016
 LAYERS, INPUTS = 3, 6  # sets of weights; of tokens
 TOKENS = (1, 4, 16, 64, 512, 2048, 8192)
 CALLS, REPLAYS = 12, 9
@@ -164,16 +165,28 @@ def swiglu_row(pool: Pool, tokens: int) -> Row:
     return Row(contenders, 4.0 * tokens * DENSE, check)
 
 
-def cos_sin_row(pool: Pool, tokens: int) -> Row:
-    ours, plain = ops_for("triton"), ops_for(REFERENCE)
+def embed_row(pool: Pool, tokens: int) -> Row:
+    """Half of the tokens were drawn before; each call takes others."""
+    ids = torch.randint(0, VOCAB, (INPUTS, tokens), device=DEVICE)
     positions = torch.randint(0, 1 << 20, (tokens,), device=DEVICE)
-    frequencies = inverse_frequencies(64, 5e6, DEVICE)
-    contenders = {
-        "us": lambda i: ours.cos_sin(positions, frequencies),
-        "torch_us": lambda i: plain.cos_sin(positions, frequencies),
-    }
-    check = lambda: error_of(contenders["us"](0)[1], contenders["torch_us"](0)[1], 1e-5)  # noqa: E731
-    return Row(contenders, 8.0 * tokens, check)
+    follows = Follows(torch.arange(tokens, device=DEVICE) % 2 - 1, ids[0])
+    embedding = Embedding(
+        torch.randn(VOCAB, HIDDEN, device=DEVICE, dtype=torch.bfloat16),
+        torch.randn(HIDDEN, device=DEVICE) * 0.1,
+        1e-6,
+        inverse_frequencies(64, 5e6, DEVICE),
+    )
+
+    def call(ops) -> Callable[[int], Embedded]:
+        return lambda i: ops.embed(ids[i % INPUTS], positions, embedding, follows)
+
+    def check() -> float:
+        got, want = call(ops_for("triton"))(0), call(ops_for(REFERENCE))(0)
+        assert torch.equal(got.hidden, want.hidden)
+        return max(error_of(got.normed, want.normed), error_of(got.sin, want.sin, 1e-5))
+
+    contenders = {"us": call(ops_for("triton")), "torch_us": call(ops_for(REFERENCE))}
+    return Row(contenders, 6.0 * tokens * HIDDEN, check)
 
 
 def linear_row(outputs: int, inputs: int, pool: Pool, tokens: int) -> Row:
@@ -296,7 +309,7 @@ ROWS = {
     "add_norm": norm_row,
     "add_norm_of_experts": parts_row,
     "swiglu_dense": swiglu_row,
-    "cos_sin": cos_sin_row,
+    "embed": embed_row,
     "linear_qkv": partial(linear_row, 2560, HIDDEN),
     "linear_o": partial(linear_row, HIDDEN, 2048),
     "route": route_row,
@@ -395,7 +408,7 @@ def compile_one(one: Candidate) -> str:
         TOP, 2.0, 1.702, 7.0,
     )  # fmt: skip
     index = torch.empty(4, dtype=torch.int32, device="meta")
-    routing = moe.Routing(index, index, index.view(1, 4).expand(17, 4))
+    routing = moe.Routing(index, index, index.view(1, 4).expand(17, 4), index)
     made = product_launch(one, empty(4, HIDDEN), mine, routing, target)
     args = [made.args[parameter.name] for parameter in made.kernel.params]
     args = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]

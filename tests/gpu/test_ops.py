@@ -7,6 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from minuet.engine import sampler
+from minuet.ops.embedding import Follows
+from minuet.ops.sampling import reference as sampling
 from minuet.ops.table import REFERENCE, ops_for
 from minuet.ops.triton import experts as moe
 from tests.gpu.support import GPU, counted_compilations, device
@@ -16,6 +19,7 @@ from tests.ops.conformance import (
     check_moe,
     check_routing,
     checks,
+    make_embedding,
     make_experts,
     moe_sum,
     poisoned,
@@ -113,12 +117,12 @@ def test_results_do_not_change_between_runs(slice_experts):
             assert torch.equal(moe_sum(on_gpu.ops, x, experts), first)
 
 
-def layer(ops, x, delta, weight, experts, positions, frequencies):
+def layer(ops, x, delta, weight, experts):
     """What a layer asks of the table."""
     total, normed = ops.add_norm(x, delta, weight, 1e-6)
     gated = ops.swiglu(torch.cat((normed, normed), 1), 1.702, 7.0)
     parts = ops.moe(normed, experts)
-    return *ops.add_norm(total, parts, weight, 1e-6), gated, *ops.cos_sin(positions, frequencies)
+    return *ops.add_norm(total, parts, weight, 1e-6), gated
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 64])
@@ -126,16 +130,13 @@ def test_a_captured_layer_replays_the_eager_one_to_the_bit(slice_experts, tokens
     on_gpu, experts = bench(), slice_experts
     x, delta = on_gpu.random(tokens, SLICE.hidden), on_gpu.random(tokens, SLICE.hidden, seed=2)
     weight = on_gpu.random(SLICE.hidden, seed=3).float()
-    positions = torch.arange(tokens, device=device())
-    frequencies = torch.rand(32, device=device())
-    inputs = (on_gpu.ops, x, delta, weight, experts, positions, frequencies)
+    inputs = (on_gpu.ops, x, delta, weight, experts)
     layer(*inputs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = layer(*inputs)
     for seed in (5, 6):
         x.copy_(on_gpu.random(tokens, SLICE.hidden, seed=seed))
-        positions.add_(1000)
         for out in replayed:
             out.fill_(float("nan"))
         graph.replay()
@@ -143,18 +144,60 @@ def test_a_captured_layer_replays_the_eager_one_to_the_bit(slice_experts, tokens
             assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64])
+def test_the_edge_of_a_captured_step_replays_the_eager_one_to_the_bit(tokens):
+    """First and last launches of a step: tokens drawn before, then logits and the next tokens."""
+    on_gpu, vocab = bench(), 50016
+    embedding = make_embedding(on_gpu, vocab, SLICE.hidden, half=32)
+    weight = on_gpu.random(vocab, SLICE.hidden, seed=8, scale=SLICE.hidden**-0.5)
+    ids, positions = torch.zeros(2, tokens, dtype=torch.int64, device=device())
+    drawn = torch.zeros(64, dtype=torch.int64, device=device())
+    follows = Follows(torch.arange(tokens, device=device()) % 3 - 1, drawn)
+    kept = torch.empty(64, vocab, device=device())
+
+    def step():
+        begun = on_gpu.ops.embed(ids, positions, embedding, follows)
+        logits = on_gpu.ops.logits(begun.normed, weight, kept[:tokens])
+        return *begun, logits, *sampler.greedy(logits)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for turn in (1, 2):
+        ids.random_(vocab)
+        drawn.random_(vocab)
+        positions.random_(1 << 20)
+        kept.fill_(float("nan"))
+        eager = [out.clone() for out in step()]
+        for out in replayed:
+            out.fill_(-turn if out.dtype is torch.int64 else 0)
+        graph.replay()
+        for got, want in zip(replayed, eager, strict=True):
+            assert torch.equal(got, want)
+        plain = ops_for(REFERENCE).embed(ids, positions, embedding, follows)
+        assert torch.equal(replayed[0], plain.hidden)
+        assert torch.equal(replayed[4], on_gpu.ops.linear(replayed[1], weight).float())
+        assert torch.equal(replayed[5], sampling.greedy(replayed[4])[0])
+        assert kept[tokens:].isnan().all()
+
+
 def test_nothing_compiles_after_one_step_of_every_rung(slice_experts):
     on_gpu, experts = bench(), slice_experts
     weight = on_gpu.random(SLICE.hidden, seed=3).float()
-    frequencies = torch.rand(32, device=device())
+    embedding = make_embedding(on_gpu, 100, SLICE.hidden, half=32)
+    numbers = torch.zeros(3, 4000, dtype=torch.int64, device=device())
 
-    def step(tokens: int) -> None:
-        x = on_gpu.random(tokens, SLICE.hidden)
-        layer(on_gpu.ops, x, x, weight, experts, torch.arange(tokens, device=device()), frequencies)
+    def step(tokens: int, drawn: int = 64) -> None:
+        # addresses of any alignment, as in the inputs of prepared steps
+        ids, at, positions = (numbers[i, i : i + tokens] for i in range(3))
+        follows = Follows(at, numbers[0, :drawn])
+        x = on_gpu.ops.embed(ids, positions, embedding, follows).hidden
+        layer(on_gpu.ops, x, x, weight, experts)
 
     for tokens in (*on_gpu.ops.rungs, on_gpu.ops.rungs[-1] + 1):
         step(tokens)
     with counted_compilations() as compilations:
         for tokens in (2, 3, 7, 16, 33, 48, 64, 100, 128, 511, 1023, 1024, 1777, 2048, 2500):
-            step(tokens)
+            step(tokens, drawn=tokens)
     assert not compilations

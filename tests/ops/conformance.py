@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from minuet.ops.embedding import Embedding, Follows
 from minuet.ops.moe import Experts, route
 from minuet.ops.rope import inverse_frequencies
 from minuet.ops.table import REFERENCE, Ops, ops_for
@@ -162,16 +163,62 @@ def check_swiglu_clamps(bench: Bench) -> None:
     assert bench.ops.swiglu(bad, 1.702, 7.0).isnan().all()
 
 
-def check_cos_sin(bench: Bench) -> None:
-    for half in (4, 32):
-        frequencies = inverse_frequencies(2 * half, 5e6).to(bench.device)
-        for tokens in TOKENS:
-            positions = torch.arange(tokens, device=bench.device) * 16127
+def make_embedding(bench: Bench, vocab: int = 19, hidden: int = 47, half: int = 5) -> Embedding:
+    return Embedding(
+        bench.random(vocab, hidden, seed=7),
+        bench.random(hidden, seed=5).float(),
+        1e-6,
+        inverse_frequencies(2 * half, 5e6).to(bench.device),
+    )
+
+
+def check_embed(bench: Bench) -> None:
+    """Tokens that are given or were drawn before, the last of the vocabulary among them."""
+    for tokens, hidden, half in ((0, 47, 5), (1, 47, 5), (16, 64, 32), (17, 47, 5)):
+        embedding = make_embedding(bench, hidden=hidden, half=half)
+        vocab = embedding.table.shape[0]
+        drawn = torch.tensor([vocab - 1, 0, 5], device=bench.device)
+        step = torch.arange(tokens, device=bench.device)
+        ids, positions = (vocab - 1 - step) % vocab, step * 16127
+        for follows in (None, Follows(step % 5 - 2, drawn), Follows(step * 0 - 1, drawn)):
             with poisoned():
-                got = bench.ops.cos_sin(positions, frequencies)
-            want = ops_for(REFERENCE).cos_sin(positions, frequencies)
-            for mine, theirs in zip(got, want, strict=True):
+                got = bench.ops.embed(ids, positions, embedding, follows)
+            want = ops_for(REFERENCE).embed(ids, positions, embedding, follows)
+            assert torch.equal(got.hidden, want.hidden)
+            bench.near(got.normed, want.normed)
+            for mine, theirs in ((got.cos, want.cos), (got.sin, want.sin)):
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-6)
+
+
+def check_embed_of_bad_tokens(bench: Bench) -> None:
+    """No token of the vocabulary, no place among the drawn: NaN in that row and no other."""
+    embedding = make_embedding(bench)
+    vocab, far = embedding.table.shape[0], 1 << 60
+    ids = torch.tensor([3, vocab, -1, far, 3, 3, 4, 3], device=bench.device)
+    at = torch.tensor([-1, -1, -1, -1, 0, 2, 1, far], device=bench.device)
+    follows = Follows(at, torch.tensor([vocab, 2], device=bench.device))
+    got = bench.ops.embed(ids, torch.zeros_like(ids), embedding, follows)
+    good = torch.tensor([True, False, False, False, False, False, True, False])
+    for rows in (got.hidden, got.normed):
+        assert torch.equal(rows.isnan().any(1).cpu(), ~good)
+        assert torch.equal(rows.isnan().all(1).cpu(), ~good)
+    assert torch.equal(got.hidden[[0, 6]], embedding.table[[3, 2]])
+
+
+def check_logits(bench: Bench) -> None:
+    """What ``linear`` gives, widened; in the memory of the caller, whatever was there."""
+    for vocab, inputs in ((24, 256), (600, 32)):  # in parts, and in more tiles than programs
+        weight = bench.random(vocab, inputs, seed=3, scale=inputs**-0.5)
+        for rows in (0, 1, 16, 17):
+            x = bench.random(rows, inputs, seed=rows)
+            want = bench.ops.linear(x, weight).float()
+            kept = torch.full((rows + 1, vocab), float("nan"), device=bench.device)
+            with poisoned():
+                assert torch.equal(bench.ops.logits(x, weight, None), want)
+                out = bench.ops.logits(x, weight, kept[:rows])
+            assert out.data_ptr() == kept.data_ptr() or not rows
+            assert torch.equal(kept[:rows], want)
+            assert kept[rows].isnan().all()
 
 
 def check_linear(bench: Bench) -> None:
@@ -186,12 +233,8 @@ def check_linear(bench: Bench) -> None:
             bench.near(got, want.to(bench.dtype))
             residual = bench.random(tokens, outputs, seed=9)
             with poisoned():
-                total = bench.ops.add(residual, bench.ops.linear_sums(x, weight))
+                total = bench.ops.add(residual, bench.ops.linear_delta(x, weight))
             assert torch.equal(total, residual + got)  # adding parts up later changes nothing
-            if tokens in (1, 16):
-                with poisoned():
-                    gated = bench.ops.swiglu(bench.ops.linear_sums(x, weight), 1.702, 7.0)
-                assert torch.equal(gated, bench.ops.swiglu(got, 1.702, 7.0))
 
 
 # --- experts -------------------------------------------------------------------------------------
@@ -326,7 +369,10 @@ def checks(bench: Bench, invariant: Bench, module) -> dict[str, Callable[[], Non
         "swiglu": lambda: check_swiglu(bench),
         "swiglu clamps": lambda: check_swiglu_clamps(bench),
         "linear": lambda: check_linear(bench),
-        "cos sin": lambda: check_cos_sin(bench),
+        "embed": lambda: check_embed(bench),
+        "embed bad tokens": lambda: check_embed_of_bad_tokens(bench),
+        "logits": lambda: check_logits(bench),
+        "logits, batch-invariant": lambda: check_logits(invariant),
         "routing": lambda: check_routing(bench, SMALL, module),
         "routing, odd sizes": lambda: check_routing(bench, ODD, module),
         "ties": lambda: check_ties(bench, module),

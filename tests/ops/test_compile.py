@@ -12,14 +12,14 @@ pytestmark = pytest.mark.compile
 
 MATRIX = ("router_logits", "experts_up", "experts_down")
 # sine and cosine of large angles: the library keeps a table of 2 / pi on the stack
-STACK_BYTES = {"cos_sin": 64}
+STACK_BYTES = {"embed": 64}
 
 FEW = ("router_logits_few", "route_step", "experts_up", "experts_down", "add_norm_parts")
 MANY = ("router_logits", "route_layout", "route_rows", "experts_up", "experts_down")
 STEPS = [
     *(
         ("sm90", 4, name)
-        for name in (*FEW, "project_part", "add_parts", "add_norm", "gate", "cos_sin")
+        for name in (*FEW, "project_part", "add_parts", "add_norm", "gate", "embed")
     ),
     *(("sm90", 64, name) for name in ("router_logits", "route_tokens", "route_place")),
     *(("sm90", 8192, name) for name in MANY),
@@ -33,7 +33,7 @@ STEPS = [
         for name in names
     ),
     # of what hardly differs between archs, one stands for the others
-    *(("gfx942", 4, name) for name in ("router_logits_few", "add_norm_parts", "cos_sin", "gate")),
+    *(("gfx942", 4, name) for name in ("router_logits_few", "add_norm_parts", "embed", "gate")),
     ("gfx950", 64, "route_place"),
 ]
 

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import torch
 
+from minuet.ops.embedding import Embedded, Embedding, Follows
 from minuet.ops.moe import Experts
-from minuet.ops.triton import config, launch
+from minuet.ops.triton import config, embedding, launch
 from minuet.ops.triton import experts as moe
 from minuet.platform.triton import Launch
 
-HIDDEN, EXPERTS, TOP, WIDTH, DENSE = 6144, 128, 4, 768, 3072
+HIDDEN, EXPERTS, TOP, WIDTH, DENSE, VOCAB = 6144, 128, 4, 768, 3072, 50016
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -41,9 +42,11 @@ def launches(arch: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> dic
         _empty(tiles, tiling.rows, dtype=torch.int32),
     )
     parts = moe.Parts(_empty(tokens, TOP + 1, HIDDEN, dtype=dtype), routing.shares)
-    half = _empty(tokens, 32, dtype=torch.float32)
+    half, ids = _empty(tokens, 32, dtype=torch.float32), _empty(tokens, dtype=torch.int64)
+    begins = Embedding(_empty(VOCAB, HIDDEN, dtype=dtype), weight, 1e-6, half[0])
+    follows = Follows(ids, _empty(64, dtype=torch.int64))
     made = [
-        launch.cos_sin_launch(_empty(tokens, dtype=torch.int64), half[0], half, half, target),
+        embedding.embed_launch(ids, ids, begins, follows, Embedded(x, x, half, half), target),
         launch.gate_launch(_empty(tokens, 2 * DENSE, dtype=dtype), x, 1.702, 7.0, target),
         *moe.route_launches(x, mine, routing, target),
         *moe.expert_launches(x, mine, routing, parts.values, tiling, target),

@@ -9,7 +9,7 @@ taken.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from minuet.engine.inputs import Inputs, Views
 from minuet.engine.runner import Model
 from minuet.engine.types import ScheduledRequest, Step
 from minuet.kv.cache import KVCache
+from minuet.ops.embedding import Follows
 from minuet.planning.execution import ExecutionPlan
 from minuet.planning.shapes import ShapeSet, StepShape
 from minuet.platform.device import Facility
@@ -64,7 +65,7 @@ class Rows:
     Attributes:
         logits: [R, V] float32; per request that samples, its last token's row and one per draft.
         greedy: the most likely token of each row, already computed.
-        hidden: [T, W] of a prefill; None where a graph keeps it to itself.
+        hidden: [T, W] of a prefill, after the final norm; None where a graph keeps it to itself.
     """
 
     logits: Tensor
@@ -173,8 +174,7 @@ class Prepared:
         plan = self._planners[shape].plan(batch, self._plan.config.block_size)
 
         def body() -> None:
-            hidden = self._model.forward(self._token_ids(views), batch, self._cache, plan)
-            self._keep(self._model.logits(hidden), rows)
+            self._keep(self._forward(views, batch, plan), rows)
 
         return body
 
@@ -241,11 +241,11 @@ class Prepared:
     ) -> Rows:
         batch = _batch(views, query_lens, seq_lens)
         plan = self._planners[shape].plan(batch, self._plan.config.block_size)
-        hidden = self._model.forward(self._token_ids(views), batch, self._cache, plan)
+        hidden = self._forward(views, batch, plan)
         if sampling:
             # as many rows as a rung: no size that was not met at start-up
             padded = self.shapes.decode(sampling, 1).num_seqs
-            self._keep(self._model.logits(hidden[views.sample_rows[:padded]]), padded)
+            self._keep(hidden[views.sample_rows[:padded]], padded)
         return self._rows(sampling, hidden)
 
     def _picked(self, views: Views, rows: int) -> Rows:
@@ -254,15 +254,15 @@ class Prepared:
         tokens, finite = self._greedy
         return Rows(self._logits[picked], Greedy(tokens[picked], finite[picked]), None)
 
-    def _token_ids(self, views: Views) -> Tensor:
-        drawn = self.drawn[views.follows.clamp_min(0)]
-        return torch.where(views.follows < 0, views.token_ids, drawn)
+    def _forward(self, views: Views, batch: AttentionBatch, plan: Any) -> Tensor:
+        follows = Follows(views.follows, self.drawn)
+        return self._model.forward(views.token_ids, batch, self._cache, plan, follows)
 
-    def _keep(self, logits: Tensor, rows: int) -> None:
-        self._logits[:rows].copy_(logits)
-        tokens, finite = sampler.greedy(self._logits[:rows])
-        self._greedy.tokens[:rows].copy_(tokens)
-        self._greedy.finite[:rows].copy_(finite)
+    def _keep(self, hidden: Tensor, rows: int) -> None:
+        """Leave the logits of rows, and the most likely tokens, where steps are read."""
+        logits = self._model.logits(hidden, out=self._logits[:rows])
+        tokens, finite = self._greedy
+        sampler.greedy(logits, out=Greedy(tokens[:rows], finite[:rows]))
 
     def _rows(self, rows: int, hidden: Tensor | None) -> Rows:
         tokens, finite = self._greedy

@@ -11,6 +11,7 @@ from minuet.engine import sampler
 from minuet.engine.batch import StepBatch, build
 from minuet.engine.types import Answered, Sampled, ScheduledRequest, Step, TokenLogprobs
 from minuet.kv.cache import KVCache
+from minuet.ops.embedding import Follows
 
 # T query tokens of the step, R rows that sample, W hidden width, V vocabulary
 
@@ -19,13 +20,18 @@ class Model(Protocol):
     """What every model offers; see ``models/m3/model.py``."""
 
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, plan: Any = None
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        plan: Any = None,
+        follows: Follows | None = None,
     ) -> Tensor:
-        """[T, W] residual stream after the last layer."""
+        """[T, W] last hidden states, after the final norm."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, V] float32."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[R, V] float32, in ``out`` if that is given."""
         ...
 
 

@@ -168,17 +168,18 @@ def sample(logits: Tensor, rows: Sequence[Row], engine_seed: int) -> list[Sample
     return draw(logits, rows, engine_seed).results()
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy(logits: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """The most likely tokens, in the form for the device; a graph can capture it.
 
     Args:
         logits: [R, V] float32.
+        out: where to write what is returned; None: new tensors.
 
     Returns:
         tokens [R] int64, the lowest id of equal ones, and finite [R] bool: whether every logit of
         the row is a finite number.
     """
-    found: tuple[Tensor, Tensor] = _form(logits.device).greedy(logits)
+    found: tuple[Tensor, Tensor] = _form(logits.device).greedy(logits, out)
     return found
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from minuet.errors import ContractError
 from minuet.ops.activation import swiglu_oai
+from minuet.ops.embedding import Embedded, Embedding, Follows, embed
 from minuet.ops.moe import Experts, experts_forward, route
 from minuet.ops.norm import gemma_rms_norm
-from minuet.ops.rope import cos_sin
-from minuet.ops.sums import Sums
 
 # T tokens, H hidden
 
@@ -33,20 +32,20 @@ class Ops:
     """What a decoder layer calls besides attention.
 
     A *delta* is what an attention block or an FFN adds to the residual stream: a [T, H] tensor, or
-    what this table's ``moe`` or ``linear_sums`` returned, which its ``add`` and ``add_norm``
+    what this table's ``moe`` or ``linear_delta`` returned, which only its ``add`` and ``add_norm``
     understand.
 
     Attributes:
         name: of the table.
         batch_invariant: a row's results do not depend, to the bit, on the other rows.
+        embed: see :func:`minuet.ops.embedding.embed`.
         linear: ``linear(x [..., in], weight [out, in]) -> [..., out]``.
-        linear_sums: ``linear(x [T, in], weight [W, in])``, or the :class:`minuet.ops.sums.Sums`
-            that add up to it: for ``add``, ``add_norm`` and ``swiglu``, and for a writer of the
-            cache that knows them.
+        linear_delta: ``linear(x [T, in], weight [H, in])`` as a delta.
+        logits: ``logits(x [R, in], weight [V, in], out) -> [R, V] float32``: what ``linear`` gives,
+            widened; in ``out`` [R, V] float32 unless that is None.
         norm: ``norm(x [T, H], weight, eps) -> [T, H]``, see :mod:`minuet.ops.norm`.
         add: ``add(residual, delta) -> [T, H]``, the sum in the type of ``residual``.
         add_norm: ``add_norm(residual, delta, weight, eps) -> (sum, norm of the sum)``.
-        cos_sin: see :func:`minuet.ops.rope.cos_sin`.
         swiglu: see :func:`minuet.ops.activation.swiglu_oai`.
         moe: ``moe(x [T, H], experts) -> delta``, routed and shared experts together.
         rungs: token counts from which another kernel or tiling is used, ascending. A step of each
@@ -55,13 +54,14 @@ class Ops:
 
     name: str
     batch_invariant: bool
+    embed: Callable[[Tensor, Tensor, Embedding, Follows | None], Embedded]
     linear: Callable[[Tensor, Tensor], Tensor]
-    linear_sums: Callable[[Tensor, Tensor], Tensor | Sums]
+    linear_delta: Callable[[Tensor, Tensor], Any]
+    logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     norm: Callable[[Tensor, Tensor, float], Tensor]
     add: Callable[[Tensor, Any], Tensor]
     add_norm: Callable[[Tensor, Any, Tensor, float], tuple[Tensor, Tensor]]
-    cos_sin: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    swiglu: Callable[[Any, float, float], Tensor]
+    swiglu: Callable[[Tensor, float, float], Tensor]
     moe: Callable[[Tensor, Experts], Any]
     rungs: tuple[int, ...] = (1,)
 
@@ -83,6 +83,11 @@ def ops_for(name: str, *, batch_invariant: bool = False) -> Ops:
     module, _, function = _TABLES[name].partition(":")
     table: Ops = getattr(importlib.import_module(module), function)(batch_invariant)
     return table
+
+
+def _logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    logits = F.linear(x, weight).float()
+    return logits if out is None else out.copy_(logits)
 
 
 def _add(residual: Tensor, delta: Tensor) -> Tensor:
@@ -112,12 +117,13 @@ def _moe(hidden: Tensor, experts: Experts) -> Tensor:
 _REFERENCE = Ops(
     name=REFERENCE,
     batch_invariant=False,
+    embed=embed,
     linear=F.linear,
-    linear_sums=F.linear,
+    linear_delta=F.linear,
+    logits=_logits,
     norm=gemma_rms_norm,
     add=_add,
     add_norm=_add_norm,
-    cos_sin=cos_sin,
     swiglu=swiglu_oai,
     moe=_moe,
 )

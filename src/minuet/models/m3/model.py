@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from minuet.attention.batch import AttentionBatch
@@ -12,6 +11,7 @@ from minuet.models.m3.attention import Attention
 from minuet.models.m3.moe import MLP, MoE
 from minuet.models.m3.spec import M3Spec
 from minuet.models.m3.weights import M3Weights
+from minuet.ops.embedding import Embedding, Follows
 from minuet.ops.rope import inverse_frequencies
 from minuet.ops.table import REFERENCE, Ops, ops_for
 
@@ -37,9 +37,12 @@ class Model:
         ops = ops or ops_for(REFERENCE)
         self.spec = spec
         self._weights, self._kernels, self._ops = weights, kernels, ops
-        self._frequencies = inverse_frequencies(
+        # the norm before each layer, and the one after the last
+        first, *self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
+        frequencies = inverse_frequencies(
             spec.rotary_dim, spec.rope_theta, device=weights.embed.device
         )
+        self._embedding = Embedding(weights.embed, first, spec.rms_norm_eps, frequencies)
         self._attention = [
             Attention(spec, kind, layer, kernels.layers[kind], ops)
             for kind, layer in zip(spec.layer_kinds, weights.layers, strict=True)
@@ -53,7 +56,12 @@ class Model:
                 self.ffn.append(MLP(spec, layer.mlp, ops))
 
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: KVCache, plan: Any = None
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        cache: KVCache,
+        plan: Any = None,
+        follows: Follows | None = None,
     ) -> Tensor:
         """Run a step: every query token of ``batch`` is written to the cache and attended from.
 
@@ -62,28 +70,33 @@ class Model:
             batch: the step.
             cache: written.
             plan: of this step, from the kernels' planner; None makes one.
+            follows: which of the tokens to take from those drawn before, instead.
 
         Returns:
-            [T, W] residual stream after the last layer, before the final norm.
+            [T, W] last hidden states, after the final norm.
         """
         ops, eps = self._ops, self.spec.rms_norm_eps
         if plan is None:
             plan = self._kernels.plan(batch, cache.layers[0].layout.page_size)
-        cos, sin = ops.cos_sin(batch.positions, self._frequencies)
-        hidden_TW = F.embedding(token_ids, self._weights.embed)
-        delta: Any = None  # what the layer before adds, not yet added
-        layers = zip(self._weights.layers, self._attention, self.ffn, cache.layers, strict=True)
-        for weights, attention, ffn, lanes in layers:
-            if delta is None:
-                normed = ops.norm(hidden_TW, weights.input_norm, eps)
-            else:
-                hidden_TW, normed = ops.add_norm(hidden_TW, delta, weights.input_norm, eps)
-            delta = attention(normed, lanes, batch.slots, cos, sin, plan)
-            hidden_TW, normed = ops.add_norm(hidden_TW, delta, weights.post_norm, eps)
-            delta = ffn(normed)
-        return ops.add(hidden_TW, delta)
+        hidden_TW, normed_TW, cos, sin = ops.embed(
+            token_ids, batch.positions, self._embedding, follows
+        )
+        for weights, attention, ffn, lanes, next_norm in zip(
+            self._weights.layers, self._attention, self.ffn, cache.layers, self._norms, strict=True
+        ):
+            delta = attention(normed_TW, lanes, batch.slots, cos, sin, plan)
+            hidden_TW, normed_TW = ops.add_norm(hidden_TW, delta, weights.post_norm, eps)
+            hidden_TW, normed_TW = ops.add_norm(hidden_TW, ffn(normed_TW), next_norm, eps)
+        return normed_TW
 
-    def logits(self, hidden_RW: Tensor) -> Tensor:
-        """[R, V] float32 of the rows that are wanted."""
-        normed = self._ops.norm(hidden_RW, self._weights.norm, self.spec.rms_norm_eps)
-        return self._ops.linear(normed, self._weights.lm_head).float()
+    def logits(self, hidden_RW: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits of the rows that are wanted.
+
+        Args:
+            hidden_RW: rows of what :meth:`forward` returned.
+            out: [R, V] float32 to write them to; None: a new tensor.
+
+        Returns:
+            [R, V] float32.
+        """
+        return self._ops.logits(hidden_RW, self._weights.lm_head, out)

@@ -39,11 +39,12 @@ class Report:
     top_logprobs: Tensor
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy(logits: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """The most likely tokens.
 
     Args:
         logits: [R, V] float32.
+        out: where to write what is returned; None: new tensors.
 
     Returns:
         tokens [R] int64, the lowest id of equal ones, and finite [R] bool: whether every logit of
@@ -53,7 +54,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     safe = torch.where(torch.isnan(logits), _NEVER, logits)
     # torch promises no order among equal ones: look for the first
     first = (safe == safe.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
-    return first, finite
+    return (first, finite) if out is None else (out[0].copy_(first), out[1].copy_(finite))
 
 
 def mask(logits: Tensor, rows: Tensor, allowed: Tensor) -> None:

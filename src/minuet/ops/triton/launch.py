@@ -4,6 +4,7 @@ Nothing here waits for the device, reads a value back or depends on data: what a
 the number of tokens, an argument that no kernel is specialised on.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,6 @@ import triton
 from torch import Tensor
 
 from minuet.errors import ContractError
-from minuet.ops.sums import Sums, parts_of
 from minuet.ops.table import Ops
 from minuet.ops.triton.common import (
     operand,
@@ -22,6 +22,7 @@ from minuet.ops.triton.common import (
     target_of,
 )
 from minuet.ops.triton.config import MANY, TARGETS, Projection, Target
+from minuet.ops.triton.embedding import embed
 from minuet.ops.triton.experts import Parts, moe
 from minuet.ops.triton.kernels import rows as row_kernels
 from minuet.ops.triton.kernels import skinny as skinny_kernels
@@ -31,9 +32,19 @@ from minuet.platform.triton import Launch
 
 # T tokens, H hidden, I width of an FFN
 
-_COS_SIN_ROWS = 16
 _GATE_CHANNELS = 1024
 _SUM_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """A projection whose input channels were divided, not yet added up.
+
+    Attributes:
+        values: [parts, T, H] float32.
+    """
+
+    values: Tensor
 
 
 Delta = Tensor | Parts | Sums
@@ -51,12 +62,13 @@ def table(batch_invariant: bool) -> Ops:
     return Ops(
         name="triton",
         batch_invariant=batch_invariant,
+        embed=embed,
         linear=invariant_linear if batch_invariant else project,
-        linear_sums=invariant_linear if batch_invariant else project_sums,
+        linear_delta=invariant_linear if batch_invariant else project_delta,
+        logits=invariant_logits if batch_invariant else logits,
         norm=norm,
         add=add,
         add_norm=add_norm,
-        cos_sin=cos_sin,
         swiglu=swiglu,
         moe=partial(moe, batch_invariant=batch_invariant),
         rungs=tuple(sorted(edges)),
@@ -148,82 +160,40 @@ def rows_launch(
     return Launch(row_kernels.add_norm, (num_tokens,), args, options)
 
 
-def swiglu(gate_up: Tensor | Sums, alpha: float, limit: float) -> Tensor:
+def swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """SwiGLU-OAI: :func:`minuet.ops.activation.swiglu_oai`.
 
     Args:
-        gate_up: [T, 2 * I] in one piece, or what adds up to it.
+        gate_up: [T, 2 * I] in one piece.
         alpha: gain inside the sigmoid.
         limit: the clamp.
     """
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=parts_of(gate_up)[0].device)
+    out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         gate_launch(gate_up, out, alpha, limit)()
     return out
 
 
 def gate_launch(
-    gate_up: Tensor | Sums, out: Tensor, alpha: float, limit: float, target: Target | None = None
+    gate_up: Tensor, out: Tensor, alpha: float, limit: float, target: Target | None = None
 ) -> Launch:
     """The launch of :func:`swiglu`."""
-    target = target or target_of(out.device)
-    values, sums = parts_of(gate_up)
-    if not values.is_contiguous():
-        raise ContractError("gate and up", got=values.stride(), expected="in one piece")
+    target = target or target_of(gate_up.device)
+    if not gate_up.is_contiguous():
+        raise ContractError("gate and up", got=gate_up.stride(), expected="in one piece")
     block = min(_GATE_CHANNELS, power_of_2(out.shape[1]))
     args = dict(
-        gate_up_ptr=values,
+        gate_up_ptr=gate_up,
         out_ptr=out,
-        num_tokens=out.shape[0],
         alpha=alpha,
         limit=limit,
         I=out.shape[1],
         BLOCK=block,
-        SUMS=sums,
         PDL=target.pdl,
     )
     grid = (out.shape[0], triton.cdiv(out.shape[1], block))
     return Launch(row_kernels.gate, grid, args, options_of(target, 4))
-
-
-def cos_sin(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of a step in one launch: :func:`minuet.ops.rope.cos_sin`.
-
-    Args:
-        positions: [T] int64.
-        frequencies: [rotary_dim / 2] float32.
-    """
-    shape = (positions.shape[0], frequencies.shape[0])
-    cos = torch.empty(shape, dtype=torch.float32, device=positions.device)
-    sin = torch.empty_like(cos)
-    if shape[0]:
-        cos_sin_launch(positions, frequencies, cos, sin)()
-    return cos, sin
-
-
-def cos_sin_launch(
-    positions: Tensor,
-    frequencies: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    target: Target | None = None,
-) -> Launch:
-    """The launch of :func:`cos_sin`."""
-    target = target or target_of(positions.device)
-    args = dict(
-        positions_ptr=positions,
-        frequencies_ptr=frequencies,
-        cos_ptr=cos,
-        sin_ptr=sin,
-        num_tokens=positions.shape[0],
-        HALF=cos.shape[1],
-        HALF_PAD=power_of_2(cos.shape[1]),
-        ROWS=_COS_SIN_ROWS,
-        PDL=target.pdl,
-    )
-    grid = (triton.cdiv(positions.shape[0], _COS_SIN_ROWS),)
-    return Launch(row_kernels.cos_sin, grid, args, options_of(target, 4))
 
 
 # --- projections ---------------------------------------------------------------------------------
@@ -248,14 +218,43 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def project_sums(x: Tensor, weight: Tensor) -> Tensor | Sums:
-    """As :func:`project`, for who adds parts up where it reads them."""
+def project_delta(x: Tensor, weight: Tensor) -> Delta:
+    """As :func:`project`, for :func:`add` and :func:`add_norm`, which add parts up themselves."""
     how = _projection(x, weight)
     sums = None if how is None else _divided(x, weight, how)
     if how is None or sums is None:
         return project(x, weight)
     project_launch(x, weight, sums, how)()
-    return Sums(sums, x.dtype)
+    return Sums(sums)
+
+
+def logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """As :func:`project`, widened to float32 where it is stored.
+
+    Args:
+        x: [R, IN].
+        weight: [V, IN] in one piece.
+        out: [R, V] float32 in one piece; None: a new tensor.
+    """
+    out = _fp32(x, weight, out)
+    how = _projection(x, weight)
+    if how is None or _divided(x, weight, how) is not None:
+        return out.copy_(project(x, weight))
+    project_launch(x, weight, out, how)()
+    return out
+
+
+def invariant_logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """As :func:`logits`, by the product whose rows do not depend on their batch."""
+    return _fp32(x, weight, out).copy_(invariant_linear(x, weight))
+
+
+def _fp32(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    if not out.is_contiguous():
+        raise ContractError("memory of logits", got=out.stride(), expected="in one piece")
+    return out
 
 
 def _projection(x: Tensor, weight: Tensor) -> Projection | None:
@@ -283,7 +282,7 @@ def _divided(x: Tensor, weight: Tensor, how: Projection) -> Tensor | None:
 def project_launch(
     x: Tensor, weight: Tensor, out: Tensor, how: Projection, target: Target | None = None
 ) -> Launch:
-    """The launch of few rows; ``out`` is the result, or its parts."""
+    """The launch of few rows; ``out`` is the result, which may be wider than x, or its parts."""
     target = target or target_of(x.device)
     outputs, inputs = weight.shape
     parts = out.shape[0] if out.ndim == 3 else 1

@@ -41,6 +41,7 @@ class Tuning:
         searchers: programs that search together; each waits for those of its row, so the device
             must hold them all. 1 where programs run one after another.
         native: take logarithms by the instruction that NVIDIA's chips have.
+        pdl: the largest is looked for by launches that overlap with the kernel before.
         list_warps: warps of the program that draws among the candidates.
         list_registers: registers a thread of it may have; 0: as the compiler likes.
     """
@@ -53,8 +54,13 @@ class Tuning:
     columns: int = sizes.GROUP_COLUMNS
     searchers: int = sizes.SEARCH_PROGRAMS
     native: bool = False
+    pdl: bool = False
     list_warps: int = 8
     list_registers: int = 0
+
+    def options(self, warps: int) -> dict[str, int | bool]:
+        """Compiler options of a launch that may overlap with the kernel before."""
+        return {"num_warps": warps, "launch_pdl": True} if self.pdl else {"num_warps": warps}
 
     @property
     def list_options(self) -> dict[str, int]:
@@ -65,7 +71,7 @@ class Tuning:
 
 # Two programs of a search fit into each of at least 132 units. With 16 warps the compiler spills
 # unless it is told that it need not.
-_HOPPER = Tuning(native=True, list_warps=16, list_registers=128, searchers=256)
+_HOPPER = Tuning(native=True, pdl=True, list_warps=16, list_registers=128, searchers=256)
 TUNINGS: Mapping[str, Tuning] = MappingProxyType({"sm90": _HOPPER, "sm100": _HOPPER})
 
 
@@ -75,14 +81,19 @@ def tuning_of(device: torch.device) -> Tuning:
     return TUNINGS.get(arch_name(device), Tuning())
 
 
-def greedy(logits: Tensor, tuning: Tuning | None = None) -> tuple[Tensor, Tensor]:
+def greedy(
+    logits: Tensor, out: tuple[Tensor, Tensor] | None = None, tuning: Tuning | None = None
+) -> tuple[Tensor, Tensor]:
     """See :func:`minuet.ops.sampling.reference.greedy`; a graph can capture it."""
-    rows = logits.shape[0]
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    finite = torch.empty(rows, dtype=torch.bool, device=logits.device)
-    for launch in greedy_launches(logits, tokens, finite, tuning):
+    if out is None:
+        rows, device = logits.shape[0], logits.device
+        out = (
+            torch.empty(rows, dtype=torch.int64, device=device),
+            torch.empty(rows, dtype=torch.bool, device=device),
+        )
+    for launch in greedy_launches(logits, *out, tuning):
         launch()
-    return tokens, finite
+    return out
 
 
 def greedy_launches(
@@ -99,18 +110,18 @@ def greedy_launches(
         {
             "logits_ptr": logits, "stride": logits.stride(0), "vocab": vocab,
             "tiles_per_part": each, "parts_ptr": scratch,
-            "TILE": tuning.scan_tile, "PARTS": sizes.MAX_PARTS,
+            "TILE": tuning.scan_tile, "PARTS": sizes.MAX_PARTS, "PDL": tuning.pdl,
         },
-        {"num_warps": 8},
+        tuning.options(8),
     )  # fmt: skip
     yield Launch(
         kernels.greedy_rows,
         (rows,),
         {
             "parts_ptr": scratch, "num_parts": parts, "tokens_ptr": tokens,
-            "finite_ptr": finite.view(torch.uint8), "PARTS": sizes.MAX_PARTS,
+            "finite_ptr": finite.view(torch.uint8), "PARTS": sizes.MAX_PARTS, "PDL": tuning.pdl,
         },
-        {"num_warps": 1},
+        tuning.options(1),
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""Operations on rows: residual add and norm, the gated activation, cosine and sine."""
+"""Operations on rows: residual add and norm, the gated activation."""
 
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, load_product, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
 
 @triton.jit
@@ -56,9 +56,14 @@ def add_norm(
                 else:
                     delta += value
             delta = delta.to(kept)
+        elif SUMS:
+            delta = tl.zeros((BLOCK,), tl.float32)
+            for part in tl.static_range(SUMS):
+                at = delta_ptr + (part * num_tokens + row) * H + channel
+                delta += tl.load(at, mask=inside, other=0.0)
+            delta = delta.to(kept)
         else:
-            at = delta_ptr + row * H + channel
-            delta = load_product(at, num_tokens * H, inside, SUMS, kept)
+            delta = tl.load(delta_ptr + row * H + channel, mask=inside, other=0.0)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(kept)
         tl.store(sum_ptr + row * H + channel, x, mask=inside)
     if NORM:
@@ -68,46 +73,21 @@ def add_norm(
     let_next_start(PDL)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def gate(
-    gate_up_ptr,  # [T, 2 * I]: gate, then up; SUMS: [SUMS, T, 2 * I] FP32
+    gate_up_ptr,  # [T, 2 * I]: gate, then up
     out_ptr,  # [T, I]
-    num_tokens,
     alpha,
     limit,
-    I: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
+    I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU-OAI of BLOCK channels of a row."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < I
     wait_for_previous(PDL)
-    at, stride_part = gate_up_ptr + row * 2 * I + channel, num_tokens * 2 * I
-    kept: tl.constexpr = out_ptr.dtype.element_ty
-    gate = load_product(at, stride_part, inside, SUMS, kept)
-    up = load_product(at + I, stride_part, inside, SUMS, kept)
-    tl.store(out_ptr + row * I + channel, swiglu(gate, up, alpha, limit).to(kept), mask=inside)
-    let_next_start(PDL)
-
-
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions_ptr"])
-def cos_sin(
-    positions_ptr,  # [T] int64
-    frequencies_ptr,  # [HALF] FP32
-    cos_ptr,  # [T, HALF] FP32
-    sin_ptr,
-    num_tokens,
-    HALF: tl.constexpr, HALF_PAD: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """ROWS positions; the product is FP32, as :func:`minuet.ops.rope.cos_sin` says."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pair = tl.arange(0, HALF_PAD)
-    inside = (row < num_tokens)[:, None] & (pair < HALF)[None, :]
-    wait_for_previous(PDL)
-    position = tl.load(positions_ptr + row, mask=row < num_tokens, other=0).to(tl.float32)
-    frequency = tl.load(frequencies_ptr + pair, mask=pair < HALF, other=0.0)
-    angle = position[:, None] * frequency[None, :]
-    at = row.to(tl.int64)[:, None] * HALF + pair[None, :]
-    tl.store(cos_ptr + at, tl.cos(angle), mask=inside)
-    tl.store(sin_ptr + at, tl.sin(angle), mask=inside)
+    gate = tl.load(gate_up_ptr + row * 2 * I + channel, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * I + I + channel, mask=inside, other=0.0).to(tl.float32)
+    out = swiglu(gate, up, alpha, limit)
+    tl.store(out_ptr + row * I + channel, out.to(out_ptr.dtype.element_ty), mask=inside)
     let_next_start(PDL)

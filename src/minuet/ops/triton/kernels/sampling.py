@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from minuet.ops.sampling import columns
+from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
 NEVER = tl.constexpr(float("-inf"))
 NOTHING = tl.constexpr(-0x8000000000000000)
@@ -135,9 +136,11 @@ def greedy_parts(
     parts_ptr,  # [R, PARTS] int64
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The largest logit of a part; the flag says that one of the part is not finite."""
     row, part = tl.program_id(0), tl.program_id(1)
+    wait_for_previous(PDL)
     base = logits_ptr + row.to(tl.int64) * stride
     lane = tl.arange(0, TILE)
     best = tl.full([TILE], NEVER, tl.float32)
@@ -154,6 +157,7 @@ def greedy_parts(
     key = candidate(best, best_token, 0)
     found = tl.max(key, 0) | tl.max(wrong, 0).to(tl.int64)
     tl.store(parts_ptr + row * PARTS + part, found)
+    let_next_start(PDL)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -163,14 +167,17 @@ def greedy_rows(
     tokens_ptr,  # [R] int64
     finite_ptr,  # [R] uint8
     PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The largest of a row's parts; finite where no part is flagged."""
     row = tl.program_id(0)
     lane = tl.arange(0, PARTS)
+    wait_for_previous(PDL)
     key = tl.load(parts_ptr + row * PARTS + lane, mask=lane < num_parts, other=NOTHING)
     wrong = tl.max((key & 1).to(tl.int32), 0)
     tl.store(tokens_ptr + row, token_of(tl.max(key, 0)).to(tl.int64))
     tl.store(finite_ptr + row, (1 - wrong).to(tl.uint8))
+    let_next_start(PDL)
 
 
 # --- draws ---------------------------------------------------------------------------------------
