@@ -233,8 +233,12 @@ def check_linear(bench: Bench) -> None:
             bench.near(got, want.to(bench.dtype))
             residual = bench.random(tokens, outputs, seed=9)
             with poisoned():
-                total = bench.ops.add(residual, bench.ops.linear_delta(x, weight))
+                total = bench.ops.add(residual, bench.ops.linear_sums(x, weight))
             assert torch.equal(total, residual + got)  # adding parts up later changes nothing
+            if tokens in (1, 16):
+                with poisoned():
+                    gated = bench.ops.swiglu(bench.ops.linear_sums(x, weight), 1.702, 7.0)
+                assert torch.equal(gated, bench.ops.swiglu(got, 1.702, 7.0))
 
 
 # --- experts -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from minuet.ops.activation import swiglu_oai
 from minuet.ops.embedding import Embedded, Embedding, Follows, embed
 from minuet.ops.moe import Experts, experts_forward, route
 from minuet.ops.norm import gemma_rms_norm
+from minuet.ops.sums import Sums
 
 # T tokens, H hidden
 
@@ -32,7 +33,7 @@ class Ops:
     """What a decoder layer calls besides attention.
 
     A *delta* is what an attention block or an FFN adds to the residual stream: a [T, H] tensor, or
-    what this table's ``moe`` or ``linear_delta`` returned, which only its ``add`` and ``add_norm``
+    what this table's ``moe`` or ``linear_sums`` returned, which its ``add`` and ``add_norm``
     understand.
 
     Attributes:
@@ -40,7 +41,9 @@ class Ops:
         batch_invariant: a row's results do not depend, to the bit, on the other rows.
         embed: see :func:`minuet.ops.embedding.embed`.
         linear: ``linear(x [..., in], weight [out, in]) -> [..., out]``.
-        linear_delta: ``linear(x [T, in], weight [H, in])`` as a delta.
+        linear_sums: ``linear(x [T, in], weight [W, in])``, or the :class:`minuet.ops.sums.Sums`
+            that add up to it: for ``add``, ``add_norm`` and ``swiglu``, and for a writer of the
+            cache that knows them.
         logits: ``logits(x [R, in], weight [V, in], out) -> [R, V] float32``: what ``linear`` gives,
             widened; in ``out`` [R, V] float32 unless that is None.
         norm: ``norm(x [T, H], weight, eps) -> [T, H]``, see :mod:`minuet.ops.norm`.
@@ -56,12 +59,12 @@ class Ops:
     batch_invariant: bool
     embed: Callable[[Tensor, Tensor, Embedding, Follows | None], Embedded]
     linear: Callable[[Tensor, Tensor], Tensor]
-    linear_delta: Callable[[Tensor, Tensor], Any]
+    linear_sums: Callable[[Tensor, Tensor], Tensor | Sums]
     logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     norm: Callable[[Tensor, Tensor, float], Tensor]
     add: Callable[[Tensor, Any], Tensor]
     add_norm: Callable[[Tensor, Any, Tensor, float], tuple[Tensor, Tensor]]
-    swiglu: Callable[[Tensor, float, float], Tensor]
+    swiglu: Callable[[Any, float, float], Tensor]
     moe: Callable[[Tensor, Experts], Any]
     rungs: tuple[int, ...] = (1,)
 
@@ -119,7 +122,7 @@ _REFERENCE = Ops(
     batch_invariant=False,
     embed=embed,
     linear=F.linear,
-    linear_delta=F.linear,
+    linear_sums=F.linear,
     logits=_logits,
     norm=gemma_rms_norm,
     add=_add,

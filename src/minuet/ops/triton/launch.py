@@ -4,7 +4,6 @@ Nothing here waits for the device, reads a value back or depends on data: what a
 the number of tokens, an argument that no kernel is specialised on.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import triton
 from torch import Tensor
 
 from minuet.errors import ContractError
+from minuet.ops.sums import Sums, parts_of
 from minuet.ops.table import Ops
 from minuet.ops.triton.common import (
     operand,
@@ -36,17 +36,6 @@ _GATE_CHANNELS = 1024
 _SUM_BLOCK = 512
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sums:
-    """A projection whose input channels were divided, not yet added up.
-
-    Attributes:
-        values: [parts, T, H] float32.
-    """
-
-    values: Tensor
-
-
 Delta = Tensor | Parts | Sums
 
 
@@ -64,7 +53,7 @@ def table(batch_invariant: bool) -> Ops:
         batch_invariant=batch_invariant,
         embed=embed,
         linear=invariant_linear if batch_invariant else project,
-        linear_delta=invariant_linear if batch_invariant else project_delta,
+        linear_sums=invariant_linear if batch_invariant else project_sums,
         logits=invariant_logits if batch_invariant else logits,
         norm=norm,
         add=add,
@@ -160,36 +149,39 @@ def rows_launch(
     return Launch(row_kernels.add_norm, (num_tokens,), args, options)
 
 
-def swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+def swiglu(gate_up: Tensor | Sums, alpha: float, limit: float) -> Tensor:
     """SwiGLU-OAI: :func:`minuet.ops.activation.swiglu_oai`.
 
     Args:
-        gate_up: [T, 2 * I] in one piece.
+        gate_up: [T, 2 * I] in one piece, or what adds up to it.
         alpha: gain inside the sigmoid.
         limit: the clamp.
     """
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=parts_of(gate_up)[0].device)
     if num_tokens:
         gate_launch(gate_up, out, alpha, limit)()
     return out
 
 
 def gate_launch(
-    gate_up: Tensor, out: Tensor, alpha: float, limit: float, target: Target | None = None
+    gate_up: Tensor | Sums, out: Tensor, alpha: float, limit: float, target: Target | None = None
 ) -> Launch:
     """The launch of :func:`swiglu`."""
-    target = target or target_of(gate_up.device)
-    if not gate_up.is_contiguous():
-        raise ContractError("gate and up", got=gate_up.stride(), expected="in one piece")
+    target = target or target_of(out.device)
+    values, sums = parts_of(gate_up)
+    if not values.is_contiguous():
+        raise ContractError("gate and up", got=values.stride(), expected="in one piece")
     block = min(_GATE_CHANNELS, power_of_2(out.shape[1]))
     args = dict(
-        gate_up_ptr=gate_up,
+        gate_up_ptr=values,
         out_ptr=out,
+        num_tokens=out.shape[0],
         alpha=alpha,
         limit=limit,
         I=out.shape[1],
         BLOCK=block,
+        SUMS=sums,
         PDL=target.pdl,
     )
     grid = (out.shape[0], triton.cdiv(out.shape[1], block))
@@ -218,14 +210,14 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def project_delta(x: Tensor, weight: Tensor) -> Delta:
-    """As :func:`project`, for :func:`add` and :func:`add_norm`, which add parts up themselves."""
+def project_sums(x: Tensor, weight: Tensor) -> Tensor | Sums:
+    """As :func:`project`, for who adds parts up where it reads them."""
     how = _projection(x, weight)
     sums = None if how is None else _divided(x, weight, how)
     if how is None or sums is None:
         return project(x, weight)
     project_launch(x, weight, sums, how)()
-    return Sums(sums)
+    return Sums(sums, x.dtype)
 
 
 def logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:

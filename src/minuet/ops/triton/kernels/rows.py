@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, load_product, wait_for_previous
 
 
 @triton.jit
@@ -56,14 +56,9 @@ def add_norm(
                 else:
                     delta += value
             delta = delta.to(kept)
-        elif SUMS:
-            delta = tl.zeros((BLOCK,), tl.float32)
-            for part in tl.static_range(SUMS):
-                at = delta_ptr + (part * num_tokens + row) * H + channel
-                delta += tl.load(at, mask=inside, other=0.0)
-            delta = delta.to(kept)
         else:
-            delta = tl.load(delta_ptr + row * H + channel, mask=inside, other=0.0)
+            at = delta_ptr + row * H + channel
+            delta = load_product(at, num_tokens * H, inside, SUMS, kept)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(kept)
         tl.store(sum_ptr + row * H + channel, x, mask=inside)
     if NORM:
@@ -73,21 +68,23 @@ def add_norm(
     let_next_start(PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def gate(
-    gate_up_ptr,  # [T, 2 * I]: gate, then up
+    gate_up_ptr,  # [T, 2 * I]: gate, then up; SUMS: [SUMS, T, 2 * I] FP32
     out_ptr,  # [T, I]
+    num_tokens,
     alpha,
     limit,
-    I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    I: tl.constexpr, BLOCK: tl.constexpr, SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU-OAI of BLOCK channels of a row."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < I
     wait_for_previous(PDL)
-    gate = tl.load(gate_up_ptr + row * 2 * I + channel, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * I + I + channel, mask=inside, other=0.0).to(tl.float32)
-    out = swiglu(gate, up, alpha, limit)
-    tl.store(out_ptr + row * I + channel, out.to(out_ptr.dtype.element_ty), mask=inside)
+    at, stride_part = gate_up_ptr + row * 2 * I + channel, num_tokens * 2 * I
+    kept: tl.constexpr = out_ptr.dtype.element_ty
+    gate = load_product(at, stride_part, inside, SUMS, kept)
+    up = load_product(at + I, stride_part, inside, SUMS, kept)
+    tl.store(out_ptr + row * I + channel, swiglu(gate, up, alpha, limit).to(kept), mask=inside)
     let_next_start(PDL)

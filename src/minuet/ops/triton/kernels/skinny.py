@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
+from minuet.ops.triton.kernels.common import let_next_start, load_product, wait_for_previous
 from minuet.ops.triton.kernels.experts import load_rows, load_weights
 
 
@@ -47,8 +47,7 @@ def add_parts(
     """The sum of the parts, in their order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(parts_ptr + part * size + at, mask=at < size, other=0.0)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
+    kept: tl.constexpr = out_ptr.dtype.element_ty
+    total = load_product(parts_ptr + at, size, at < size, PARTS, kept)
+    tl.store(out_ptr + at, total.to(kept), mask=at < size)
     let_next_start(PDL)
