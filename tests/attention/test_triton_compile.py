@@ -47,6 +47,7 @@ def shapes(arch: str) -> dict[str, Shape]:
 CHOSEN = [
     *(("sm90", "fp8", name) for name in MATRIX),
     *(("sm90", "fp8", name) for name in ("merge_parts", "list_blocks", "unite_lists", "write")),
+    ("sm90", "bf16", "write_sums"),
     *(
         ("sm90", "bf16", name)
         for name in ("attend_dense", "attend_blocks", "attend_tiles", "attend_prefill")

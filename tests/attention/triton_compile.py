@@ -19,6 +19,7 @@ from minuet.dtypes import DType
 from minuet.kv.cache import LayerCache
 from minuet.kv.layout import KVLayout
 from minuet.kv.write import HeadNorms
+from minuet.ops.sums import Sums
 from minuet.platform.arch import get
 from minuet.platform.torch import to_torch
 from minuet.platform.triton import Launch
@@ -177,12 +178,16 @@ def launches(shape: Shape, arch: str) -> dict[str, Launch]:
     )  # fmt: skip
     q, index_q = _empty(tokens, shape.heads, shape.dim), _empty(tokens, shape.kv_heads, 128)
     width = (shape.heads + 2 * shape.kv_heads) * shape.dim + (shape.kv_heads + 1) * 128
-    made["write"] = writing.write_launch(
-        cache, _empty(tokens, width), _empty(tokens, dtype=torch.int64),
-        _empty(tokens, 32, dtype=torch.float32), _empty(tokens, 32, dtype=torch.float32),
-        HeadNorms(*(_empty(n, dtype=torch.float32) for n in (shape.dim,) * 2 + (128,) * 2), 1e-6),
-        (q, index_q), target,
-    )  # fmt: skip
+    sums = Sums(_empty(6, tokens, width, dtype=torch.float32), torch.bfloat16)
+    for name, packed in (("write", _empty(tokens, width)), ("write_sums", sums)):
+        made[name] = writing.write_launch(
+            cache, packed, _empty(tokens, dtype=torch.int64),
+            _empty(tokens, 32, dtype=torch.float32), _empty(tokens, 32, dtype=torch.float32),
+            HeadNorms(
+                *(_empty(n, dtype=torch.float32) for n in (shape.dim,) * 2 + (128,) * 2), 1e-6
+            ),
+            (q, index_q), target,
+        )  # fmt: skip
     plan = _plan(sizes, target, shape.query_len)
     dense, merge = attending.attend_launches(q, q, cache, plan, None, 0.1)
     made |= {"attend_dense": dense, "merge_parts": merge}
