@@ -114,6 +114,16 @@ def check_greedy(form, device, vocab: int, **more) -> None:
             rows = torch.cat([rows, row[None]])
     want = reference.greedy(rows)
     got = form.greedy(rows.to(device), **more)
+    for made in (reference, form):  # in the first rows of memory that holds something else
+        held = torch.full((len(rows) + 1,), -7, device=device)
+        flags = torch.ones(len(rows) + 1, dtype=torch.bool, device=device)
+        out = held[:-1], flags[:-1]
+        back = made.greedy(rows.to(device), out, **(more if made is form else {}))
+        assert [part.data_ptr() for part in back] == [part.data_ptr() for part in out]
+        assert torch.equal(out[1].cpu(), want[1])
+        assert torch.equal(out[0][out[1]], got[0][out[1]])
+        assert int(held[-1]) == -7
+        assert bool(flags[-1])
     assert torch.equal(got[1].cpu(), want[1])
     assert torch.equal(got[0].cpu()[want[1]], want[0][want[1]])
     assert 0 <= int(got[0].min()) <= int(got[0].max()) < vocab

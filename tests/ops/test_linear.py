@@ -5,6 +5,7 @@ import torch
 
 from minuet.errors import ContractError
 from minuet.ops.linear import exact_linear, linear
+from minuet.ops.table import REFERENCE, ops_for
 
 triton_linear = pytest.importorskip("minuet.ops.triton.linear")
 
@@ -12,6 +13,15 @@ triton_linear = pytest.importorskip("minuet.ops.triton.linear")
 def test_the_librarys_product_is_the_exact_one_rounded():
     x, weight = torch.randn(3, 5, 64), torch.randn(40, 64)
     torch.testing.assert_close(linear(x, weight), exact_linear(x, weight))
+
+
+def test_logits_of_plain_torch_are_its_product_widened_in_the_memory_that_is_given():
+    x, weight = (torch.randn(*shape).to(torch.bfloat16) for shape in ((3, 64), (40, 64)))
+    logits = ops_for(REFERENCE).logits
+    want, out = linear(x, weight).float(), torch.full((3, 40), float("nan"))
+    assert torch.equal(logits(x, weight, None), want)
+    assert logits(x, weight, out) is out
+    assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("tile", triton_linear.TILES.values())
