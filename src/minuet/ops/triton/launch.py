@@ -230,7 +230,7 @@ def logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """
     out = _fp32(x, weight, out)
     how = _projection(x, weight)
-    if how is None or _divided(x, weight, how) is not None:
+    if how is None or _num_parts(weight, how) > 1:
         return out.copy_(project(x, weight))
     project_launch(x, weight, out, how)()
     return out
@@ -258,17 +258,21 @@ def _projection(x: Tensor, weight: Tensor) -> Projection | None:
 
 
 def _divided(x: Tensor, weight: Tensor, how: Projection) -> Tensor | None:
-    """Memory of the parts of a divided projection: [parts, T, OUT] float32.
-
-    How many follows from the weight alone: as many as divide the loop into whole steps and keep to
-    the number of programs. None: one part.
-    """
-    tiles, steps = triton.cdiv(weight.shape[0], how.product.n), weight.shape[1] // how.product.c
-    fits = (n for n in range(1, steps + 1) if steps % n == 0 and tiles * n <= how.programs)
-    parts = max(fits, default=1)
+    """Memory of the parts of a divided projection: [parts, T, OUT] float32; None: one part."""
+    parts = _num_parts(weight, how)
     if parts == 1:
         return None
     return torch.empty((parts, x.shape[0], weight.shape[0]), device=x.device)
+
+
+def _num_parts(weight: Tensor, how: Projection) -> int:
+    """As many as divide the loop into whole steps and keep to the number of programs.
+
+    It follows from the weight alone.
+    """
+    tiles, steps = triton.cdiv(weight.shape[0], how.product.n), weight.shape[1] // how.product.c
+    fits = (n for n in range(1, steps + 1) if steps % n == 0 and tiles * n <= how.programs)
+    return max(fits, default=1)
 
 
 def project_launch(
