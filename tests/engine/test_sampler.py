@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from minuet.engine import rows as row_data
 from minuet.engine import sampler
-from minuet.engine.sampler import NOT_FINITE, Row, prompt_logprobs, rows_of, sample, verify
+from minuet.engine.sampler import (
+    NOT_FINITE,
+    PromptPiece,
+    Row,
+    prompt_logprobs,
+    rows_of,
+    sample,
+    verify,
+)
 from minuet.engine.types import Request, Sampled, SamplingParams, ScheduledRequest
 from minuet.errors import RequestError
 from minuet.ops.sampling import reference
@@ -168,10 +176,25 @@ def test_logprobs_are_of_the_raw_distribution():
 
 def test_prompt_logprobs_belong_to_the_following_token():
     rows = torch.randn(3, VOCAB)
-    reports = prompt_logprobs(rows, [4, 5, 6], top=0)
+    reports = prompt_logprobs([PromptPiece(lambda: rows, [4, 5, 6], 0)], rows.device).results()
     assert [r.token_id for r in reports] == [4, 5, 6]
     want = rows.log_softmax(-1)[range(3), [4, 5, 6]].tolist()
     assert [r.logprob for r in reports] == pytest.approx(want, abs=1e-6)
+
+
+@pytest.mark.parametrize("piece", [1 << 18, 16])  # all by one copy; a copy for each
+def test_pieces_of_prompts_are_reported_in_their_order(monkeypatch, piece):
+    monkeypatch.setattr(sampler, "PIECE", piece)
+    rows, ids = torch.randn(7, VOCAB), [4, 5, 6, 1, 2, 0, 3]
+    cuts = [(0, 3, 2), (3, 4, 0), (4, 7, 2)]
+    pieces = [PromptPiece(lambda a=a, b=b: rows[a:b], ids[a:b], top) for a, b, top in cuts]
+    queued = prompt_logprobs(pieces, rows.device)
+    assert queued.done
+    reports = queued.results()
+    assert [r.token_id for r in reports] == ids
+    want = rows.log_softmax(-1)[range(7), ids].tolist()
+    assert [r.logprob for r in reports] == pytest.approx(want, abs=1e-6)
+    assert [len(r.top) for r in reports] == [2, 2, 2, 0, 2, 2, 2]
 
 
 def test_rows_of_drafts_are_drawn_as_if_the_drafts_were_output():

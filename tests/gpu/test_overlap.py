@@ -33,6 +33,8 @@ def asked(rng: random.Random, vocab: int) -> SamplingParams:
         more["repetition_penalty"] = 1.2
     if rng.random() < 0.2:
         more["logprobs"] = 2
+    if rng.random() < 0.3:
+        more["prompt_logprobs"] = 1
     stops = tuple(range(rng.randrange(20), vocab, 20))
     return SamplingParams(max_tokens=rng.randint(6, 40), stop_token_ids=stops, **more)
 
@@ -55,7 +57,10 @@ def answers(engine: Engine, depth: int) -> list[object]:
     assert not any(output.error for output in outputs)
     ends = {output.finish_reason for output in outputs}
     assert {FinishReason.STOP, FinishReason.LENGTH} <= ends
-    return [(o.token_ids, o.finish_reason, o.stop_reason, o.logprobs) for o in outputs[:-1]]
+    return [
+        (o.token_ids, o.finish_reason, o.stop_reason, o.logprobs, o.prompt_logprobs)
+        for o in outputs[:-1]
+    ]
 
 
 def test_a_step_ahead_answers_as_in_sequence(engine):

@@ -5,8 +5,10 @@ returns; nothing in it waits for the device. The tokens a step draws stay on the
 next step finds its inputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +16,26 @@ from torch import Tensor
 
 from minuet.engine import sampler
 from minuet.engine.prepared import Part, Prepared, parts
-from minuet.engine.runner import Model, prompt_logprobs
-from minuet.engine.sampler import Drawn
+from minuet.engine.runner import Model, reported_ids
+from minuet.engine.sampler import Drawn, PromptPiece, PromptReports
 from minuet.engine.seal import Seal
-from minuet.engine.types import Sampled, ScheduledRequest, Step, TokenLogprobs
+from minuet.engine.types import Sampled, ScheduledRequest, Step
 from minuet.errors import ContractError
 from minuet.kv.cache import KVCache
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What one part of a step draws; None where no request of it samples."""
+    """What one part of a step draws and reports; None where no request of it does."""
 
     part: Part
     drawn: Drawn | None
-    reports: tuple[tuple[TokenLogprobs | None, ...], ...]
+    reports: PromptReports | None
+
+    @property
+    def done(self) -> bool:
+        """Whether the device has come so far."""
+        return all(one is None or one.done for one in (self.drawn, self.reports))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +53,24 @@ class Queued:
     @property
     def done(self) -> bool:
         """Whether the device has drawn everything."""
-        return all(answer.drawn is None or answer.drawn.done for answer in self.answers)
+        return all(answer.done for answer in self.answers)
 
     def results(self) -> Sequence[Sampled]:
         """One entry per scheduled request; waits for the device."""
         results = [Sampled(token_id=None)] * self.num_shares
         for answer in self.answers:
             rows = answer.drawn.results() if answer.drawn is not None else []
-            first = 0
-            for index, share, reports in zip(
-                answer.part.indices, answer.part.shares, answer.reports, strict=True
-            ):
+            reports = answer.reports.results() if answer.reports is not None else []
+            first = first_report = 0
+            for index, share in zip(answer.part.indices, answer.part.shares, strict=True):
                 if share.samples:
                     end = first + 1 + len(share.request.draft_token_ids)
                     results[index] = sampler.verify(share.request, rows[first:end])
                     first = end
-                if reports:
-                    results[index] = results[index]._replace(prompt_logprobs=reports)
+                if count := len(reported_ids(share)):
+                    mine = tuple(reports[first_report : first_report + count])
+                    results[index] = results[index]._replace(prompt_logprobs=mine)
+                    first_report += count
         return results
 
 
@@ -122,7 +130,8 @@ class QueuedRunner:
             if computed.hidden is None:
                 rows.append(computed.logits.clone())
             else:
-                rows.append(torch.cat([*self._all_logits(computed.hidden[:count])]))
+                pieces = computed.hidden[:count].split(self._most_rows)
+                rows += [self._padded_logits(piece) for piece in pieces]
         return torch.cat(rows)
 
     @torch.inference_mode()
@@ -156,8 +165,7 @@ class QueuedRunner:
         if rows:
             drawn = sampler.draw(computed.logits, rows, self._seed, greedy=computed.greedy)
             self._place(part, drawn.tokens, places)
-        reports = tuple(self._prompt_logprobs(part, computed.hidden))
-        return _Answer(part, drawn, reports)
+        return _Answer(part, drawn, self._prompt_reports(part, computed.hidden))
 
     def _place(self, part: Part, tokens: Tensor, places: dict[int, int]) -> None:
         """Leave the tokens where the next step's inputs look; drafts have no followers."""
@@ -170,21 +178,28 @@ class QueuedRunner:
         self.prepared.drawn[first : first + len(sampling)].copy_(tokens)
         places.update((index, first + at) for at, index in enumerate(sampling))
 
-    def _prompt_logprobs(
-        self, part: Part, hidden: Tensor | None
-    ) -> list[tuple[TokenLogprobs | None, ...]]:
-        reports: list[tuple[TokenLogprobs | None, ...]] = []
+    def _prompt_reports(self, part: Part, hidden: Tensor | None) -> PromptReports | None:
+        """Log-probabilities of the prompts that a prefill computed; queued like everything else."""
+        pieces: list[PromptPiece] = []
         first = 0
         for share in part.shares:
-            rows = None if hidden is None else hidden[first : first + share.num_tokens]
-            reports.append(() if rows is None else prompt_logprobs(share, rows, self._all_logits))
+            if next_ids := reported_ids(share):
+                assert hidden is not None  # of a prefill, which alone has prompt tokens to report
+                top, asked = share.request.params.prompt_logprobs or 0, iter(next_ids)
+                for rows in hidden[first : first + len(next_ids)].split(self._most_rows):
+                    ids = tuple(islice(asked, rows.shape[0]))
+                    pieces.append(PromptPiece(partial(self._padded_logits, rows), ids, top))
             first += share.num_tokens
-        return reports
+        if not pieces or hidden is None:
+            return None
+        return sampler.prompt_logprobs(pieces, hidden.device)
 
-    def _all_logits(self, hidden: Tensor) -> Iterator[Tensor]:
-        """Logits of any number of rows, in pieces of sizes that start-up has met."""
-        rungs = self.prepared.shapes.rungs
-        for rows in hidden.split(rungs[-1]):
-            count = rows.shape[0]
-            padding = next(rung for rung in rungs if rung >= count) - count
-            yield self.model.logits(F.pad(rows, (0, 0, 0, padding)))[:count]
+    @property
+    def _most_rows(self) -> int:
+        return self.prepared.shapes.rungs[-1]
+
+    def _padded_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of rows up to the largest rung, computed in a size that start-up has met."""
+        count = hidden.shape[0]
+        rung = next(rung for rung in self.prepared.shapes.rungs if rung >= count)
+        return self.model.logits(F.pad(hidden, (0, 0, 0, rung - count)))[:count]

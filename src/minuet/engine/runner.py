@@ -1,6 +1,7 @@
 """One device carries out steps: lay out, run the model, draw."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from minuet.attention.batch import AttentionBatch
 from minuet.engine import sampler
 from minuet.engine.batch import StepBatch, build
-from minuet.engine.types import Answered, Sampled, ScheduledRequest, Step, TokenLogprobs
+from minuet.engine.types import Answered, Sampled, ScheduledRequest, Step
 from minuet.kv.cache import KVCache
 from minuet.ops.embedding import Follows
 
@@ -80,9 +81,13 @@ class Runner:
                 last_row = first_row + 1 + len(share.request.draft_token_ids)
                 result = sampler.verify(share.request, drawn[first_row:last_row])
                 first_row = last_row
-            computed = hidden[first : first + share.num_tokens]
-            reports = prompt_logprobs(share, computed, lambda rows: [self.model.logits(rows)])
-            results.append(result._replace(prompt_logprobs=reports) if reports else result)
+            if next_ids := reported_ids(share):
+                asked = hidden[first : first + len(next_ids)]
+                top = share.request.params.prompt_logprobs or 0
+                piece = sampler.PromptPiece(partial(self.model.logits, asked), next_ids, top)
+                reports = sampler.prompt_logprobs([piece], self._device).results()
+                result = result._replace(prompt_logprobs=tuple(reports))
+            results.append(result)
             first += share.num_tokens
         return results
 
@@ -104,24 +109,13 @@ class Runner:
         return self.model.logits(self.model.forward(batch.token_ids, batch.attention, self.cache))
 
 
-def prompt_logprobs(
-    share: ScheduledRequest, hidden: Tensor, logits_of: Callable[[Tensor], Iterable[Tensor]]
-) -> tuple[TokenLogprobs | None, ...]:
-    """Reports for the prompt positions ``start + 1 .. stop`` that a share made known.
+def reported_ids(share: ScheduledRequest) -> tuple[int, ...]:
+    """Tokens of the prompt whose log-probabilities a share makes known: those after its own.
 
-    Args:
-        share: what was computed of which request.
-        hidden: [share.num_tokens, W].
-        logits_of: the logits of rows of ``hidden``, in pieces if there are many.
+    Empty if the request asks for none; the token after the prompt is drawn, not reported.
     """
     request = share.request
-    top = request.params.prompt_logprobs
-    stop = min(share.start + share.num_tokens, len(request.prompt_token_ids) - 1)
-    if top is None or stop <= share.start:
+    if request.params.prompt_logprobs is None:
         return ()
-    reports: list[TokenLogprobs] = []
-    for logits in logits_of(hidden[: stop - share.start]):
-        first = share.start + 1 + len(reports)
-        following = request.prompt_token_ids[first : first + logits.shape[0]]
-        reports += sampler.prompt_logprobs(logits, following, top)
-    return tuple(reports)
+    stop = share.start + share.num_tokens
+    return request.prompt_token_ids[share.start + 1 : stop + 1]

@@ -15,8 +15,9 @@ for the next step, and a copy of them comes back meanwhile.
 
 import functools
 import importlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +35,8 @@ from minuet.platform.device import Facility, facility
 from minuet.platform.triton import arch_name
 
 __all__ = [
-    "NO_TOKEN_LEFT", "Drawn", "Row", "draw", "greedy", "prompt_logprobs", "rehearse", "rows_of",
-    "sample", "verify",
+    "NO_TOKEN_LEFT", "Drawn", "PromptPiece", "PromptReports", "Row", "draw", "greedy",
+    "prompt_logprobs", "rehearse", "rows_of", "sample", "verify",
 ]  # fmt: skip
 
 # R rows, V vocabulary
@@ -250,23 +251,75 @@ def verify(request: Request, drawn: Sequence[Sampled]) -> Sampled:
     raise AssertionError("the last row has no draft to equal")
 
 
-def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
-    """Log-probability of each prompt token given those before it; waits for the device.
+class PromptPiece(NamedTuple):
+    """Some positions of a prompt whose log-probabilities are wanted.
 
-    Args:
-        logits: [R, V] float32 at prompt positions.
+    Attributes:
+        logits: computes [R, V] float32 at these positions; called once, in the order of the pieces.
         next_ids: R token ids; the one that follows each position.
         top: alternatives to report.
     """
-    form, desk = _form(logits.device), _desk(logits.device)
-    count, top = len(next_ids), min(top, logits.shape[1])
-    packed = np.array(next_ids, np.int64).view(np.int32)
-    ids, tops = desk.send(packed, np.full(count, top, np.int32))
-    tokens = ids.view(torch.int64)
-    report = form.report(logits, tokens, tops, top)
-    fetched = _Fetched(desk.device, _parts(report))
-    reports = _reports(fetched.wait(), next_ids, [top] * count)
-    return tuple(r for r in reports if r is not None)
+
+    logits: Callable[[], Tensor]
+    next_ids: Sequence[int]
+    top: int
+
+
+class PromptReports:
+    """Log-probabilities of prompt tokens: queued on the device, on the host when they have come."""
+
+    def __init__(self, pieces: Sequence[PromptPiece], fetched: _Fetched):
+        # not the pieces: what they compute their logits from is as large as the step
+        self._wanted = [(piece.next_ids, piece.top) for piece in pieces]
+        self._fetched = fetched
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`results` would not wait."""
+        return self._fetched.done
+
+    def results(self) -> list[TokenLogprobs]:
+        """Of every position of every piece, in order."""
+        host, found = self._fetched.wait(), []
+        for number, (next_ids, top) in enumerate(self._wanted):
+            mine = {name: host[f"{name} {number}"] for name in _REPORTED}
+            found += _reports(mine, next_ids, [top] * len(next_ids))
+        return [report for report in found if report is not None]
+
+
+def prompt_logprobs(pieces: Sequence[PromptPiece], device: torch.device) -> PromptReports:
+    """Queue the log-probability of each prompt token given those before it; nothing waits.
+
+    Args:
+        pieces: at least one.
+        device: where their logits will be.
+    """
+    form, desk = _form(device), _desk(device)
+    back: dict[str, Tensor] = {}
+    for first, group in _sendable(pieces):
+        arrays = [np.array(piece.next_ids, np.int64).view(np.int32) for piece in group]
+        arrays += [np.full(len(piece.next_ids), piece.top, np.int32) for piece in group]
+        sent = desk.send(*arrays)
+        for place, piece in enumerate(group):
+            ids, tops, logits = sent[place], sent[len(group) + place], piece.logits()
+            report = form.report(
+                logits, ids.view(torch.int64), tops, min(piece.top, logits.shape[1])
+            )
+            for name, tensor in _parts(report).items():
+                back[f"{name} {first + place}"] = tensor
+    return PromptReports(pieces, _Fetched(desk.device, back))
+
+
+def _sendable(pieces: Sequence[PromptPiece]) -> Iterator[tuple[int, Sequence[PromptPiece]]]:
+    """Pieces that one copy holds, and the number of the first."""
+    first, size = 0, 0
+    for number, piece in enumerate(pieces):
+        more = 3 * len(piece.next_ids) + 2 * _ALIGNED
+        if size + more > PIECE and number > first:
+            yield first, pieces[first:number]
+            first, size = number, 0
+        size += more
+    yield first, pieces[first:]
 
 
 # --- on the way to the device --------------------------------------------------------------------
@@ -291,13 +344,11 @@ def _shaped(form: Any, desk: _Desk, logits: Tensor, rows: Sequence[Row], params:
 # --- on the way back -----------------------------------------------------------------------------
 
 
+_REPORTED = tuple(field.name for field in fields(Report))
+
+
 def _parts(report: Report) -> dict[str, Tensor]:
-    return {
-        "logprob": report.logprob,
-        "rank": report.rank,
-        "top_ids": report.top_ids,
-        "top_logprobs": report.top_logprobs,
-    }
+    return {name: getattr(report, name) for name in _REPORTED}
 
 
 def _reports(
@@ -366,4 +417,5 @@ def rehearse(max_rows: int, vocab: int, max_logprobs: int, device: torch.device)
         held.append(draw(logits[:1], rows[:1], 0))
     for drawn in held[1:]:
         drawn.results()
-    prompt_logprobs(logits, [0] * max_rows, max_logprobs)
+    whole = PromptPiece(lambda: logits, [0] * max_rows, max_logprobs)
+    prompt_logprobs([whole], device).results()
