@@ -51,3 +51,13 @@ def test_an_operation_compiles_within_its_limits(arch, tokens, name):
     if arch == "sm90" and name.startswith("experts"):
         assert found["shared_byte_loads"] == 0
         assert found["async_copies"] > 0, "weights do not come through the pipeline"
+
+
+def test_a_projection_loads_its_first_weights_before_it_waits():
+    found = compile_launch(launches("sm90", 4)["project_part"], "sm90")
+    before, _, after = found.assembly.partition("ACQBULK")
+    # 64 x 512 weights of 2 bytes, 16 bytes a load of 128 threads
+    assert before.count("LDG.E.128") == 32
+    assert "PREEXIT" in before, "the next kernel may start as soon as they are there"
+    assert "LDGSTS" not in before
+    assert "LDGSTS" in after

@@ -98,12 +98,15 @@ class Projection:
         rows: of a program, at least ``upto``.
         product: the rest; input channels are divided in whole steps of its loop.
         programs: at most, where input channels are divided.
+        ahead: input channels whose weights are loaded before the kernel before is done; a power
+            of two, in whole steps of the loop.
     """
 
     upto: int
     rows: int
     product: Product
     programs: int
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +164,11 @@ _NVIDIA = Target(
         Sorting(2048, 16, 4, 3, 4),
         Sorting(MANY, 32, 4, 3, 4),
     ),
-    projections=(Projection(16, 16, Product(64, 128, 4, 4), 256),),
+    projections=(
+        Projection(8, 8, Product(64, 128, 4, 3), 384, ahead=512),
+        Projection(16, 16, Product(64, 128, 4, 4), 256),
+    ),
+    row_warps=16,
 )
 _SM80 = replace(_NVIDIA, pdl=False)
 
@@ -206,7 +213,10 @@ _INTERPRETER = replace(
         Sorting(64, 4, 1, 2),
         Sorting(MANY, 16, 1, 3),
     ),
-    projections=(Projection(16, 16, Product(16, 32, 1, 1), 16),),
+    projections=(
+        Projection(8, 8, Product(16, 32, 1, 1), 16, ahead=64),
+        Projection(16, 16, Product(16, 32, 1, 1), 16),
+    ),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

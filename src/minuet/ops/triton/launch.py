@@ -282,6 +282,7 @@ def project_launch(
     target = target or target_of(x.device)
     outputs, inputs = weight.shape
     parts = out.shape[0] if out.ndim == 3 else 1
+    part = inputs // parts
     args = dict(
         x_ptr=x,
         weight_ptr=weight,
@@ -289,10 +290,11 @@ def project_launch(
         num_tokens=x.shape[0],
         IN=inputs,
         OUT=outputs,
-        PART=inputs // parts,
+        PART=part,
         M=how.rows,
         N=how.product.n,
         C=how.product.c,
+        AHEAD=min(how.ahead, power_of_2(part + 1) // 2),
         OPERAND=operand(x.dtype, target),
         STAGES=how.product.stages,
         PDL=target.pdl,

@@ -81,10 +81,10 @@ def gate(
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < I
+    let_next_start(PDL)  # few programs, and weights that the next kernel may load meanwhile
     wait_for_previous(PDL)
     at, stride_part = gate_up_ptr + row * 2 * I + channel, num_tokens * 2 * I
     kept: tl.constexpr = out_ptr.dtype.element_ty
     gate = load_product(at, stride_part, inside, SUMS, kept)
     up = load_product(at + I, stride_part, inside, SUMS, kept)
     tl.store(out_ptr + row * I + channel, swiglu(gate, up, alpha, limit).to(kept), mask=inside)
-    let_next_start(PDL)

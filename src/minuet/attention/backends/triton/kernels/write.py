@@ -89,6 +89,7 @@ def write_step(
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1)
     stride_part = tl.num_programs(0) * WIDTH
     index_lane: tl.constexpr = 2 + (H + Q_HEADS - 1) // Q_HEADS
+    let_next_start(PDL)
     wait_for_previous(PDL)
     packed_ptr += token * WIDTH
     cos_ptr += token * stride_cos
@@ -138,4 +139,3 @@ def write_step(
             index_k, index_at[:, None], index_at, (one < 1) & (slot >= 0),
             INDEX_MAX, False, INDEX_FP8, I,
         )  # fmt: skip
-    let_next_start(PDL)
