@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from minuet.engine import sampler
 from minuet.ops.embedding import Follows
 from minuet.ops.sampling import reference as sampling
+from minuet.ops.sums import parts_of
 from minuet.ops.table import REFERENCE, ops_for
 from minuet.ops.triton import experts as moe
 from tests.gpu.support import GPU, counted_compilations, device
@@ -93,11 +94,56 @@ def test_experts_of_other_models_agree_with_plain_torch(sizes, batch_invariant):
 def test_projections_of_the_models_size_agree_with_fp32(outputs, inputs):
     on_gpu = bench()
     weight = torch.randn(outputs, inputs, device=device(), dtype=torch.bfloat16) * inputs**-0.5
-    for tokens in (1, 4, 16, 17, 64, 65):
+    for tokens in (1, 4, 8, 9, 16, 17, 64, 65):
         x = on_gpu.random(tokens, inputs, seed=tokens)
         with poisoned():
             got = on_gpu.ops.linear(x, weight)
         on_gpu.near(got, torch.nn.functional.linear(x.float(), weight.float()).to(x.dtype))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 8, 16])
+def test_launches_that_overlap_give_what_they_give_one_by_one(tokens):
+    """Programs start, and load weights, before the kernels before theirs are done."""
+    on_gpu = bench()
+    ops, hidden, width = on_gpu.ops, SLICE.hidden, 3072
+    sizes = {"o": (hidden, 2048), "gate_up": (2 * width, hidden), "down": (hidden, width)}
+    sizes["qkv"] = (2560, hidden)
+    weights = {
+        name: on_gpu.random(*size, seed=len(name), scale=size[1] ** -0.5)
+        for name, size in sizes.items()
+    }
+    norm = on_gpu.random(hidden, seed=3).float()
+    x, residual = on_gpu.random(tokens, 2048), on_gpu.random(tokens, hidden, seed=2)
+
+    def chain(between=lambda: None):
+        results = []
+
+        def kept(result):
+            between()
+            results.extend(result if isinstance(result, tuple) else (result,))
+            return result
+
+        attended = kept(ops.linear_sums(x, weights["o"]))
+        total, normed = kept(ops.add_norm(residual, attended, norm, 1e-6))
+        gated = kept(ops.swiglu(kept(ops.linear_sums(normed, weights["gate_up"])), 1.702, 7.0))
+        delta = kept(ops.linear_sums(gated, weights["down"]))
+        total, normed = kept(ops.add_norm(total, delta, norm, 1e-6))
+        kept(ops.linear_sums(normed, weights["qkv"]))
+        return [parts_of(result)[0] for result in results]
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = chain()
+    for seed in range(20):
+        x.copy_(on_gpu.random(tokens, 2048, seed=seed))
+        wanted = chain(between=torch.cuda.synchronize)
+        for out in replayed:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        for got, want in zip(replayed, wanted, strict=True):
+            assert torch.equal(got, want)
 
 
 def test_a_row_is_the_same_alone_and_among_others(slice_experts):
