@@ -33,8 +33,7 @@ class Ops:
     """What a decoder layer calls besides attention.
 
     A *delta* is what an attention block or an FFN adds to the residual stream: a [T, H] tensor, or
-    what this table's ``moe`` or ``linear_sums`` returned, which its ``add`` and ``add_norm``
-    understand.
+    what this table's ``moe`` or ``linear_sums`` returned, which its ``add_norm`` understands.
 
     Attributes:
         name: of the table.
@@ -42,13 +41,12 @@ class Ops:
         embed: see :func:`minuet.ops.embedding.embed`.
         linear: ``linear(x [..., in], weight [out, in]) -> [..., out]``.
         linear_sums: ``linear(x [T, in], weight [W, in])``, or the :class:`minuet.ops.sums.Sums`
-            that add up to it: for ``add``, ``add_norm`` and ``swiglu``, and for a writer of the
-            cache that knows them.
+            that add up to it: for ``add_norm`` and ``swiglu``, and for a writer of the cache that
+            knows them.
         logits: ``logits(x [R, in], weight [V, in], out) -> [R, V] float32``: what ``linear`` gives,
             widened; in ``out`` [R, V] float32 unless that is None.
-        norm: ``norm(x [T, H], weight, eps) -> [T, H]``, see :mod:`minuet.ops.norm`.
-        add: ``add(residual, delta) -> [T, H]``, the sum in the type of ``residual``.
-        add_norm: ``add_norm(residual, delta, weight, eps) -> (sum, norm of the sum)``.
+        add_norm: ``add_norm(residual [T, H], delta, weight, eps) -> (sum, norm of the sum)``, both
+            in the type of ``residual``; see :mod:`minuet.ops.norm`.
         swiglu: see :func:`minuet.ops.activation.swiglu_oai`.
         moe: ``moe(x [T, H], experts) -> delta``, routed and shared experts together.
         rungs: token counts from which another kernel or tiling is used, ascending. A step of each
@@ -61,8 +59,6 @@ class Ops:
     linear: Callable[[Tensor, Tensor], Tensor]
     linear_sums: Callable[[Tensor, Tensor], Tensor | Sums]
     logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    norm: Callable[[Tensor, Tensor, float], Tensor]
-    add: Callable[[Tensor, Any], Tensor]
     add_norm: Callable[[Tensor, Any, Tensor, float], tuple[Tensor, Tensor]]
     swiglu: Callable[[Any, float, float], Tensor]
     moe: Callable[[Tensor, Experts], Any]
@@ -93,10 +89,6 @@ def _logits(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     return logits if out is None else out.copy_(logits)
 
 
-def _add(residual: Tensor, delta: Tensor) -> Tensor:
-    return residual + delta
-
-
 def _add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = residual + delta
     return total, gemma_rms_norm(total, weight, eps)
@@ -124,8 +116,6 @@ _REFERENCE = Ops(
     linear=F.linear,
     linear_sums=F.linear,
     logits=_logits,
-    norm=gemma_rms_norm,
-    add=_add,
     add_norm=_add_norm,
     swiglu=swiglu_oai,
     moe=_moe,

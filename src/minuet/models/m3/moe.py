@@ -20,7 +20,7 @@ class MLP:
         self._alpha, self._limit = spec.swiglu_alpha, spec.swiglu_limit
 
     def __call__(self, hidden_TW: Tensor) -> Any:
-        """[T, W] to the delta that ``ops.add`` and ``ops.add_norm`` take."""
+        """[T, W] to the delta that ``ops.add_norm`` takes."""
         ops = self._ops
         gate_up = ops.linear_sums(hidden_TW, self._gate_up)
         return ops.linear_sums(ops.swiglu(gate_up, self._alpha, self._limit), self._down)
@@ -49,5 +49,5 @@ class MoE:
         )
 
     def __call__(self, hidden_TW: Tensor) -> Any:
-        """[T, W] to the delta that ``ops.add`` and ``ops.add_norm`` take."""
+        """[T, W] to the delta that ``ops.add_norm`` takes."""
         return self.moe(hidden_TW, self._experts)

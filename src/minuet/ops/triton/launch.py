@@ -55,8 +55,6 @@ def table(batch_invariant: bool) -> Ops:
         linear=invariant_linear if batch_invariant else project,
         linear_sums=invariant_linear if batch_invariant else project_sums,
         logits=invariant_logits if batch_invariant else logits,
-        norm=norm,
-        add=add,
         add_norm=add_norm,
         swiglu=swiglu,
         moe=partial(moe, batch_invariant=batch_invariant),
@@ -67,39 +65,12 @@ def table(batch_invariant: bool) -> Ops:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Gemma RMSNorm: :func:`minuet.ops.norm.gemma_rms_norm`.
-
-    Args:
-        x: [T, H], rows in one piece.
-        weight: [H] float32.
-        eps: added to the mean square.
-    """
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.shape[0]:
-        rows_launch(x, None, None, normed, weight, eps)()
-    return normed
-
-
-def add(residual: Tensor, delta: Delta) -> Tensor:
-    """``residual + delta``, a new tensor.
-
-    Args:
-        residual: [T, H].
-        delta: [T, H], or parts or sums, added up and rounded once before they are added.
-    """
-    total = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    if residual.shape[0]:
-        rows_launch(residual, delta, total, None, None, 0.0)()
-    return total
-
-
 def add_norm(residual: Tensor, delta: Delta, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``residual + delta`` and its norm, in one launch.
 
     Args:
         residual: [T, H].
-        delta: see :func:`add`.
+        delta: [T, H], or parts or sums, added up and rounded once before they are added.
         weight: [H] float32.
         eps: added to the mean square.
     """
@@ -111,38 +82,36 @@ def add_norm(residual: Tensor, delta: Delta, weight: Tensor, eps: float) -> tupl
 
 
 def rows_launch(
-    x: Tensor,
-    delta: Delta | None,
-    total: Tensor | None,
-    normed: Tensor | None,
-    weight: Tensor | None,
+    residual: Tensor,
+    delta: Delta,
+    total: Tensor,
+    normed: Tensor,
+    weight: Tensor,
     eps: float,
     target: Target | None = None,
 ) -> Launch:
-    """The launch of :func:`norm`, :func:`add` and :func:`add_norm`, by which outputs are given."""
-    target = target or target_of(x.device)
+    """The launch of :func:`add_norm`."""
+    target = target or target_of(residual.device)
     values = delta.values if isinstance(delta, Parts | Sums) else delta
     shares = delta.shares if isinstance(delta, Parts) else None
-    if x.stride(1) != 1 or (values is not None and not values.is_contiguous()):
-        raise ContractError("rows", got=x.stride(), expected="rows in one piece")
-    num_tokens, hidden = x.shape
+    if not residual.is_contiguous() or not values.is_contiguous():
+        got = residual.stride(), values.stride()
+        raise ContractError("rows", got=got, expected="in one piece")
+    num_tokens, hidden = residual.shape
     args = dict(
-        x_ptr=x,
-        delta_ptr=x if values is None else values,
-        shares_ptr=x if shares is None else shares,
-        weight_ptr=x if weight is None else weight,
-        sum_ptr=x if total is None else total,
-        normed_ptr=x if normed is None else normed,
+        residual_ptr=residual,
+        delta_ptr=values,
+        shares_ptr=residual if shares is None else shares,
+        weight_ptr=weight,
+        sum_ptr=total,
+        normed_ptr=normed,
         num_tokens=num_tokens,
-        stride_x=x.stride(0),
         eps=eps,
         H=hidden,
         BLOCK=power_of_2(hidden),
-        ADD=delta is not None,
-        PARTS=0 if shares is None or values is None else values.shape[1],
+        PARTS=0 if shares is None else values.shape[1],
         K=0 if shares is None else shares.shape[1],
-        SUMS=delta.values.shape[0] if isinstance(delta, Sums) else 0,
-        NORM=normed is not None,
+        SUMS=values.shape[0] if isinstance(delta, Sums) else 0,
         PDL=target.pdl,
     )
     options = options_of(target, target.row_warps)

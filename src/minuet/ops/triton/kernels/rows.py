@@ -17,21 +17,20 @@ def swiglu(gate, up, alpha, limit):
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride_x"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def add_norm(
-    x_ptr,  # [T, H], rows stride_x apart
+    residual_ptr,  # [T, H]
     delta_ptr,  # [T, H]; PARTS: [T, PARTS, H]; SUMS: [SUMS, T, H] FP32
     shares_ptr,  # [T, K] FP32; PARTS only
-    weight_ptr,  # [H] FP32; NORM only
-    sum_ptr,  # [T, H]; ADD only
-    normed_ptr,  # [T, H]; NORM only
+    weight_ptr,  # [H] FP32
+    sum_ptr,  # [T, H]
+    normed_ptr,  # [T, H]
     num_tokens,
-    stride_x,
     eps,
-    H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
-    SUMS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, SUMS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row: ``x + delta`` in the type of x, and the Gemma norm of that.
+    """One row: ``residual + delta`` in the type of residual, and the Gemma norm of that.
 
     With PARTS, delta is the sum of a token's experts: the first K weighed by their shares, then the
     shared expert, added in this order in FP32 and rounded once. With SUMS, likewise the parts of a
@@ -40,31 +39,28 @@ def add_norm(
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < H
-    if NORM:
-        gain = 1.0 + tl.load(weight_ptr + channel, mask=inside, other=0.0)  # nobody writes weights
+    gain = 1.0 + tl.load(weight_ptr + channel, mask=inside, other=0.0)  # nobody writes weights
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * stride_x + channel, mask=inside, other=0.0)
+    x = tl.load(residual_ptr + row * H + channel, mask=inside, other=0.0)
     kept = x.dtype
-    if ADD:
-        if PARTS:
-            delta = tl.zeros((BLOCK,), tl.float32)
-            for part in tl.static_range(PARTS):
-                at = delta_ptr + (row * PARTS + part) * H + channel
-                value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-                if part < K:
-                    delta += tl.load(shares_ptr + row * K + part) * value
-                else:
-                    delta += value
-            delta = delta.to(kept)
-        else:
-            at = delta_ptr + row * H + channel
-            delta = load_product(at, num_tokens * H, inside, SUMS, kept)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(kept)
-        tl.store(sum_ptr + row * H + channel, x, mask=inside)
-    if NORM:
-        x32 = x.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(x32 * x32, 0) / H + eps)
-        tl.store(normed_ptr + row * H + channel, (x32 * inverse * gain).to(kept), mask=inside)
+    if PARTS:
+        delta = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(PARTS):
+            at = delta_ptr + (row * PARTS + part) * H + channel
+            value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            if part < K:
+                delta += tl.load(shares_ptr + row * K + part) * value
+            else:
+                delta += value
+        delta = delta.to(kept)
+    else:
+        at = delta_ptr + row * H + channel
+        delta = load_product(at, num_tokens * H, inside, SUMS, kept)
+    x = (x.to(tl.float32) + delta.to(tl.float32)).to(kept)
+    tl.store(sum_ptr + row * H + channel, x, mask=inside)
+    x32 = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x32 * x32, 0) / H + eps)
+    tl.store(normed_ptr + row * H + channel, (x32 * inverse * gain).to(kept), mask=inside)
     let_next_start(PDL)
 
 
