@@ -12,6 +12,7 @@ from minuet.attention.backends.triton import spec
 from minuet.attention.capability import Level
 from minuet.dtypes import DType
 from minuet.platform.arch import get
+from minuet.platform.triton import Launch
 from tests.attention.triton_compile import (
     TARGETS,
     Shape,
@@ -67,7 +68,7 @@ CHOSEN = [
 ]  # fmt: skip
 
 
-def check(arch: str, name: str, found: dict[str, int]) -> None:
+def check(arch: str, name: str, made: Launch, found: dict[str, int]) -> None:
     assert found["stack_bytes"] == 0, "spills to memory"
     assert found["local"] == 0, "local memory"
     assert found["shared_bytes"] <= get(arch).shared_memory_bytes
@@ -75,14 +76,15 @@ def check(arch: str, name: str, found: dict[str, int]) -> None:
         assert found["matrix"] > 0, "no matrix instructions"
     if arch == "sm90":
         assert found["shared_byte_loads"] == 0, "shared memory is read byte by byte"
-        assert name not in MATRIX or found["async_copies"] > 0, "loads are not pipelined"
+        if name in MATRIX and made.args["STAGES"] > 1:
+            assert found["async_copies"] > 0, "loads are not pipelined"
 
 
 @pytest.mark.parametrize(("arch", "label", "name"), CHOSEN)
 def test_a_kernel_compiles_within_its_limits(arch, label, name):
     made = launches(shapes(arch)[label], arch)[name]
     found = compile_launch(made, arch).resources
-    check(arch, name, found)
+    check(arch, name, made, found)
     recorded = json.loads(RECORD.read_text())["kernels"][f"{arch}/{label}/{name}"]
     # other releases of the compiler allocate a little differently
     assert found["registers"] <= 1.25 * recorded["registers"] + 16
@@ -116,6 +118,6 @@ if __name__ == "__main__":
                 key = f"{arch_name}/{shape_name}/{kernel}"
                 table[key] = compile_launch(made, arch_name).resources
                 print(key, table[key], flush=True)
-                check(arch_name, kernel, table[key])
+                check(arch_name, kernel, made, table[key])
         report = {"triton": triton.__version__, "kernels": dict(sorted(table.items()))}
         RECORD.write_text(json.dumps(report, indent=1) + "\n")

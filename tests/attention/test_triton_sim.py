@@ -72,16 +72,17 @@ class Step:
         """Block scores, as ``select`` leaves them for ``attend``."""
         world = self.world
         shape = (world.case.kv_heads, world.batch.num_tokens, self.plan.shape.max_blocks)
-        values = torch.full(shape, float("nan"))
-        made = selecting.score_launch(world.index_q, world.cache, self.plan, values)
+        orders = torch.full(shape, -1, dtype=torch.int32)
+        scores = selecting.Scores(orders, world.case.selection)
+        made = selecting.score_launch(world.index_q, world.cache, self.plan, scores)
         triton_sim.run([made], self.arch, self.order)
-        return selecting.Scores(values, world.case.selection)
+        return scores
 
     def lists(self, scores):
         """Lists made from scores."""
-        heads, tokens, _ = scores.values.shape
+        heads, tokens, _ = scores.orders.shape
         lists = torch.full((tokens, heads, scores.selection.top_blocks), -2, dtype=torch.int32)
-        made = selecting.list_launch(scores.values, lists, self.plan, scores.selection, 0)
+        made = selecting.list_launch(scores, lists, self.plan, 0)
         triton_sim.run([made], self.arch, self.order)
         return lists
 

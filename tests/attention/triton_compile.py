@@ -191,9 +191,9 @@ def launches(shape: Shape, arch: str) -> dict[str, Launch]:
     plan = _plan(sizes, target, shape.query_len)
     dense, merge = attending.attend_launches(q, q, cache, plan, None, 0.1)
     made |= {"attend_dense": dense, "merge_parts": merge}
-    values = _empty(shape.kv_heads, tokens, 64, dtype=torch.float32)
-    made["score_blocks"] = selecting.score_launch(index_q, cache, plan, values)
-    scores = selecting.Scores(values, selection)
+    orders = _empty(shape.kv_heads, tokens, 64, dtype=torch.int32)
+    scores = selecting.Scores(orders, selection)
+    made["score_blocks"] = selecting.score_launch(index_q, cache, plan, scores)
     made["attend_blocks"] = next(attending.attend_launches(q, q, cache, plan, scores, 0.1))
     tokens = _PREFILL_TOKENS
     ragged = _plan(replace(sizes, query_len=0, max_seqs=1, max_tokens=tokens), target, tokens)

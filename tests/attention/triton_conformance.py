@@ -9,6 +9,7 @@ import time
 import torch
 
 from minuet.attention.backends.triton import launch
+from minuet.attention.reference import Selection
 from minuet.dtypes import DType
 from tests.attention.conformance import (
     REDUCED,
@@ -19,6 +20,7 @@ from tests.attention.conformance import (
     check_write,
     check_write_of_sums,
 )
+from tests.attention.triton_choice import LONG, MIDDLE, SHORT, check_choice
 from tests.attention.triton_forms import cases as form_cases
 from tests.attention.triton_forms import check_forms
 from tests.attention.triton_planned import check_planned
@@ -43,6 +45,10 @@ def main(names: list[str]) -> int:
     if not names:
         check_ties(backend)
         print("ok ties", flush=True)
+        check_choice(backend.device, SHORT, Selection(16, 2, 1))
+        check_choice(backend.device, MIDDLE[-3:], Selection(5, 0, 3))
+        check_choice(backend.device, LONG[-2:], Selection(16))
+        print("ok choice", flush=True)
         for score_bytes in (1 << 20, 1 << 10):  # all at once; a few query tokens at a time
             check_planned(backend.device, score_bytes, reduced=True)
         print("ok planned", flush=True)

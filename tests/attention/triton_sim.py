@@ -28,7 +28,7 @@ OUTPUTS = {
 # Of that, what holds nothing before: placed as memory that was never written.
 UNDEFINED = {
     "write_step": ("q_out_ptr", "index_q_out_ptr"),
-    "score_blocks": ("scores_ptr",),
+    "score_blocks": ("orders_ptr",),
     "list_blocks": ("lists_ptr",),
     "unite_lists": ("pages_ptr",),
     "attend_dense": ("out_ptr", "partial_ptr", "lse_ptr"),

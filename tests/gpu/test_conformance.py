@@ -24,6 +24,7 @@ from tests.attention.conformance import (
     check_write_of_sums,
     moved,
 )
+from tests.attention.triton_choice import LONG, MIDDLE, SHORT, check_choice
 from tests.attention.triton_forms import cases as form_cases
 from tests.attention.triton_forms import check_forms
 from tests.attention.triton_planned import check_planned
@@ -53,6 +54,12 @@ def test_suite(name):
 
 def test_ties_go_to_the_lowest_block():
     check_ties(backend())
+
+
+@pytest.mark.parametrize("selection", [Selection(16), Selection(16, 2, 3), Selection(5, 1, 1)])
+@pytest.mark.parametrize("counts", [SHORT, MIDDLE, LONG])
+def test_the_choice_from_any_scores_is_that_of_the_definition(counts, selection):
+    check_choice(device(), counts, selection)
 
 
 @pytest.mark.parametrize("kv_dtype", [DType.BF16, FLAVOUR])

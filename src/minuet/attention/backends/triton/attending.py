@@ -19,11 +19,10 @@ from minuet.attention.backends.triton.arguments import (
 from minuet.attention.backends.triton.config import Merge, Tuning
 from minuet.attention.backends.triton.kernels import attend as attend_kernels
 from minuet.attention.backends.triton.kernels import tiles as tile_kernels
-from minuet.attention.backends.triton.selecting import Deferred, Scores
+from minuet.attention.backends.triton.selecting import Deferred, Scores, ranking_of
 from minuet.attention.backends.triton.spec import MAX_TOP_BLOCKS, SPLIT
 from minuet.attention.backends.triton.step import Plan
 from minuet.attention.backends.triton.tiles import ROW_TILE_TOKENS, Chunk
-from minuet.attention.reference import Selection
 from minuet.errors import ContractError
 from minuet.kv.cache import LayerCache
 from minuet.platform.triton import Launch
@@ -179,15 +178,18 @@ def _blocks_launches(call: _Call, blocks: Scores | Tensor, chunk: Chunk) -> Iter
     """Every row (query token x KV head) of a decode step's chunk, from scores or from lists."""
     plan, heads, num_tokens = call.plan, call.heads, chunk.end - chunk.first
     target = plan.target
-    tuning = target.blocks_fp8 if call.fp8 else target.blocks
-    group, _, common = _attend_args(call, tuning, 1)
     if isinstance(blocks, Scores):
-        source, top, selection = blocks.values, blocks.selection.top_blocks, blocks.selection
+        source, top = blocks.orders, blocks.selection.top_blocks
         stride_scores = source.stride(1)
     else:
-        source, top, selection = blocks, blocks.shape[2], Selection(blocks.shape[2])
-        stride_scores = 0
+        source, top, stride_scores = blocks, blocks.shape[2], 0
     parts = plan.row_parts(heads, top)
+    is_brief = parts == top
+    if is_brief:
+        tuning = target.brief_fp8 if call.fp8 else target.brief
+    else:
+        tuning = target.blocks_fp8 if call.fp8 else target.blocks
+    group, _, common = _attend_args(call, tuning, 1)
     slots = num_tokens * parts if parts > 1 else 0
     partial, lse = _partials(plan, (heads, slots, group, common["D"]))
     args = dict(
@@ -199,16 +201,15 @@ def _blocks_launches(call: _Call, blocks: Scores | Tensor, chunk: Chunk) -> Iter
         stride_scores=stride_scores,
         query_len=plan.shape.query_len,
         first_token=chunk.first,
-        init_blocks=selection.init_blocks,
-        local_blocks=selection.local_blocks,
         GROUP=group,
         M=max(NARROWEST, power_of_2(group)),
         TOP=top,
         TOP_PAD=power_of_2(top),
         PARTS=parts,
+        MINE=power_of_2(-(-top // parts)),
         FROM_SCORES=isinstance(blocks, Scores),
-        FEW=target.few_blocks,
-        MANY=target.many_blocks,
+        **ranking_of(plan),
+        EARLY=is_brief,
     )
     grid = (num_tokens, heads, parts)
     yield Launch(attend_kernels.attend_blocks, grid, args, options_of(target, tuning))

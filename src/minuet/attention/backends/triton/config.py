@@ -67,6 +67,9 @@ class Target:
             (several query tokens), where accumulators fill the registers.
         blocks: attention of a row over its chosen blocks, 16-bit cache.
         blocks_fp8: the same, FP8 cache.
+        brief: attention of a part that is a single block: nothing to pipeline, and its code, which
+            a step finds cold, had better be short; 16-bit cache.
+        brief_fp8: the same, FP8 cache.
         prefill: a tile of query tokens against everything, 16-bit cache.
         prefill_fp8: the same, FP8 cache.
         prefill_vectors: query vectors (tokens x group) of a prefill tile.
@@ -76,8 +79,8 @@ class Target:
         score_vectors: query vectors (tokens x index heads) of a prefill score tile.
         merge: merge of parts of dense decode, by parts of a row.
         merge_blocks: merge of parts of sparse decode, by rows of the step.
-        few_blocks: blocks up to twice which a row ranks fours of blocks first; up to half of it,
-            all against all.
+        few_blocks: blocks up to which a row ranks all against all.
+        rank_step: blocks that it compares all with at once.
         many_blocks: blocks up to which a row ranks groups first; taken at once beyond.
         parts_per_unit: parts of dense decode per compute unit, 16-bit cache.
         parts_per_unit_fp8: the same, FP8 cache: a second part hides the conversions of the first.
@@ -99,6 +102,8 @@ class Target:
     wide: Tuning
     blocks: Tuning
     blocks_fp8: Tuning
+    brief: Tuning
+    brief_fp8: Tuning
     prefill: Tuning
     prefill_fp8: Tuning
     prefill_vectors: int
@@ -118,7 +123,8 @@ class Target:
         Merge(16, 1, 64, 16, 1, True),
         Merge(MANY, 1, 128, 8, 1, False),
     )
-    few_blocks: int = 128
+    few_blocks: int = 256
+    rank_step: int = 32
     many_blocks: int = 1024
     parts_per_unit: int = 1
     parts_per_unit_fp8: int = 2
@@ -138,12 +144,14 @@ _NVIDIA = Target(
     wide=Tuning(64, 8, 3),
     blocks=Tuning(128, 4, 3),
     blocks_fp8=Tuning(128, 4, 3, registers=255),
+    brief=Tuning(128, 8, 2),
+    brief_fp8=Tuning(128, 8, 2),
     prefill=Tuning(64, 8, 3),
     prefill_fp8=Tuning(128, 8, 2),
     prefill_vectors=128,
     tiles=Tuning(128, 8, 3),
     tiles_fp8=Tuning(128, 8, 2),
-    score=Tuning(128, 4, 3),
+    score=Tuning(128, 4, 1),
     score_parts_per_unit=3,
     score_prefill=Tuning(128, 8, 2),
     score_vectors=128,
@@ -158,7 +166,7 @@ _SM120 = replace(
     dense=Tuning(64, 4, 3),
     wide=Tuning(64, 8, 2),
     blocks=Tuning(64, 4, 3),
-    score=Tuning(128, 4, 3),
+    brief=Tuning(64, 8, 2),
     prefill=Tuning(64, 8, 2),
     prefill_fp8=Tuning(64, 8, 2),
     tiles=Tuning(64, 8, 2),
@@ -177,6 +185,8 @@ _GFX9 = Target(
     wide=Tuning(32, 4, 2),
     blocks=Tuning(64, 4, 2),
     blocks_fp8=Tuning(64, 4, 2),
+    brief=Tuning(64, 4, 2),
+    brief_fp8=Tuning(64, 4, 2),
     prefill=Tuning(32, 4, 1),
     prefill_fp8=Tuning(32, 4, 1),
     prefill_vectors=64,

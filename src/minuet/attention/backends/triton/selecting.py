@@ -26,15 +26,22 @@ from minuet.platform.triton import Launch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """Block scores of a decode step, not yet turned into a choice.
+    """Block scores of some query tokens, not yet turned into a choice.
 
     Attributes:
-        values: [K, T, blocks] float32; undefined beyond the blocks a token sees.
+        orders: [K, T, blocks] int32 that sort as blocks are chosen: rising scores, then forced
+            blocks; undefined beyond the blocks a token sees.
         selection: how blocks are chosen.
     """
 
-    values: Tensor
+    orders: Tensor
     selection: Selection
+
+    @classmethod
+    def room(cls, plan: Plan, num_tokens: int, heads: int, selection: Selection) -> "Scores":
+        """Scratch memory for ``num_tokens``, not yet written."""
+        shape = (heads, num_tokens, plan.shape.max_blocks)
+        return cls(plan.scratch.take("scores", shape, torch.int32), selection)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,10 +60,9 @@ class Deferred:
 
     def launches(self, plan: Plan, chunk: Chunk, lists: Tensor) -> Iterator[Launch]:
         """Score a chunk and list its blocks into ``lists`` [tokens, K, top_blocks]."""
-        shape = (lists.shape[1], lists.shape[0], plan.shape.max_blocks)
-        values = plan.scratch.take("scores", shape, torch.float32)
-        yield score_launch(self.index_q, self.cache, plan, values, chunk)
-        yield list_launch(values, lists, plan, self.selection, chunk.first)
+        scores = Scores.room(plan, lists.shape[0], lists.shape[1], self.selection)
+        yield score_launch(self.index_q, self.cache, plan, scores, chunk)
+        yield list_launch(scores, lists, plan, chunk.first)
 
 
 def select(
@@ -86,9 +92,8 @@ def select_launch(
     """What :func:`select` returns, and its launch if it has one."""
     if not plan.scores_at_once:
         return Deferred(index_q, cache, selection), None
-    shape = (index_q.shape[1], index_q.shape[0], plan.shape.max_blocks)
-    values = plan.scratch.take("scores", shape, torch.float32)
-    return Scores(values, selection), score_launch(index_q, cache, plan, values)
+    scores = Scores.room(plan, index_q.shape[0], index_q.shape[1], selection)
+    return scores, score_launch(index_q, cache, plan, scores)
 
 
 def block_lists(blocks: Scores | Deferred | Tensor, plan: Plan) -> Tensor:
@@ -103,14 +108,14 @@ def block_lists(blocks: Scores | Deferred | Tensor, plan: Plan) -> Tensor:
     if isinstance(blocks, Tensor):
         return blocks
     if isinstance(blocks, Scores):
-        heads, num_tokens, _ = blocks.values.shape
+        heads, num_tokens, _ = blocks.orders.shape
     else:
         num_tokens, heads, _ = blocks.index_q.shape
     shape = (num_tokens, heads, blocks.selection.top_blocks)
     lists = torch.empty(shape, dtype=torch.int32, device=plan.page_table.device)
     if isinstance(blocks, Scores):
         if num_tokens:
-            list_launch(blocks.values, lists, plan, blocks.selection, 0)()
+            list_launch(blocks, lists, plan, 0)()
         return lists
     for chunk in plan.chunks_of(num_tokens):
         for launch in blocks.launches(plan, chunk, lists[chunk.first : chunk.end]):
@@ -119,7 +124,7 @@ def block_lists(blocks: Scores | Deferred | Tensor, plan: Plan) -> Tensor:
 
 
 def score_launch(
-    index_q: Tensor, cache: LayerCache, plan: Plan, values: Tensor, chunk: Chunk | None = None
+    index_q: Tensor, cache: LayerCache, plan: Plan, scores: Scores, chunk: Chunk | None = None
 ) -> Launch:
     """Scores of a decode step (no chunk), or of a chunk of query tiles."""
     target, heads = plan.target, index_q.shape[1]
@@ -138,7 +143,7 @@ def score_launch(
     args = dict(
         index_q_ptr=index_q,
         index_k_ptr=index_k,
-        scores_ptr=values,
+        orders_ptr=scores.orders,
         items_ptr=items,
         lengths_ptr=plan.tables["lengths"],
         table_ptr=plan.page_table,
@@ -147,10 +152,12 @@ def score_launch(
         stride_k_page=index_k.stride(0),
         STRIDE_K_TOKEN=index_k.stride(1),
         stride_table=plan.page_table.stride(0),
-        stride_scores_head=values.stride(0),
-        stride_scores_token=values.stride(1),
+        stride_scores_head=scores.orders.stride(0),
+        stride_scores_token=scores.orders.stride(1),
         query_len=plan.shape.query_len,
         first_score=0 if chunk is None else chunk.first,
+        init_blocks=scores.selection.init_blocks,
+        local_blocks=scores.selection.local_blocks,
         HEADS=heads,
         HEADS_PAD=heads_pad,
         M=max(target.min_columns if chunk is None else NARROWEST, vectors),
@@ -166,33 +173,35 @@ def score_launch(
     return Launch(choose_kernels.score_blocks, grid, args, options_of(target, tuning))
 
 
-def list_launch(
-    values: Tensor, lists: Tensor, plan: Plan, selection: Selection, first_token: int
-) -> Launch:
+def list_launch(scores: Scores, lists: Tensor, plan: Plan, first_token: int) -> Launch:
     """Lists [tokens, K, top_blocks] of the tokens from ``first_token`` on, from their scores."""
-    target = plan.target
+    target, top = plan.target, scores.selection.top_blocks
     ragged = not plan.is_decode
     args = dict(
-        scores_ptr=values,
+        orders_ptr=scores.orders,
         lists_ptr=lists,
         lengths_ptr=plan.tables["lengths"],
         token_sequence_ptr=plan.tables["token_sequence" if ragged else "lengths"],
         positions_ptr=plan.positions,
         table_ptr=plan.page_table,
         stride_table=plan.page_table.stride(0),
-        stride_scores_head=values.stride(0),
-        stride_scores_token=values.stride(1),
+        stride_scores_head=scores.orders.stride(0),
+        stride_scores_token=scores.orders.stride(1),
         query_len=plan.shape.query_len,
         first_token=first_token,
-        init_blocks=selection.init_blocks,
-        local_blocks=selection.local_blocks,
-        TOP=selection.top_blocks,
-        TOP_PAD=power_of_2(selection.top_blocks),
+        TOP=top,
+        TOP_PAD=power_of_2(top),
         PAGE=plan.shape.page_size,
-        FEW=target.few_blocks,
-        MANY=target.many_blocks,
+        **ranking_of(plan),
         RAGGED=ragged,
         PDL=target.pdl,
     )
     grid = (lists.shape[0], lists.shape[1])
     return Launch(choose_kernels.list_blocks, grid, args, options_of(target, Tuning(0, 4, 1)))
+
+
+def ranking_of(plan: Plan) -> dict[str, int]:
+    """How a kernel that chooses blocks ranks them: by the longest context, so start-up decides."""
+    target, most = plan.target, power_of_2(plan.shape.max_blocks)
+    few = min(target.few_blocks, most)
+    return dict(MOST=most, FEW=few, STEP=min(target.rank_step, few), MANY=target.many_blocks)

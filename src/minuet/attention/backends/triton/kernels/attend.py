@@ -144,21 +144,23 @@ def attend_dense(
         else:
             vectors = query_len * GROUP
             at = (head * stride_slot + slot).to(tl.int64) * vectors + query * GROUP + member
-            store_partial(partial_ptr, lse_ptr, at, real, top, total, even, odd, D, C, PAIRS)
+            store_partial(
+                partial_ptr, lse_ptr, at, real, top, total, even, odd, D, C, PAIRS, NATIVE
+            )
 
 
 @triton.jit
 def stream_blocks(
     q_low, q_high,
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,  # of this KV head
-    blocks, pages,  # [TOP_PAD] chosen blocks of a row and their pages
+    blocks, pages,  # [ENTRIES] chosen blocks of a row and their pages
     stride_k_page, stride_v_page, stride_scale_page,
     first, end,  # entries
     visible,  # tokens of the context that the row sees
     score_scale,
     STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
     M: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
-    TOP_PAD: tl.constexpr, OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
+    ENTRIES: tl.constexpr, OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr,
     NATIVE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Chosen blocks ``first .. end - 1`` of one row."""
@@ -167,7 +169,7 @@ def stream_blocks(
     even = tl.zeros([M, C], tl.float32)
     odd = tl.zeros([M, C], tl.float32)
     within = tl.arange(0, TILE)
-    entry = tl.arange(0, TOP_PAD)
+    entry = tl.arange(0, ENTRIES)
     TILES: tl.constexpr = PAGE // TILE  # per block
     for step in tl.range(first * TILES, end * TILES, num_stages=STAGES):
         is_this = entry == step // TILES
@@ -193,7 +195,7 @@ def stream_blocks(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_table", "stride_scores", "query_len", "first_token", "init_blocks", "local_blocks",
+        "stride_table", "stride_scores", "query_len", "first_token",
     ],
     do_not_specialize_on_alignment=["lengths_ptr", "table_ptr", "source_ptr"],
 )  # fmt: skip
@@ -206,7 +208,7 @@ def attend_blocks(
     v_scale_ptr,
     partial_ptr,  # [K, chunk * parts, GROUP, D] FP32
     lse_ptr,  # [K, chunk * parts, GROUP] FP32
-    source_ptr,  # FROM_SCORES: [K, chunk, blocks] FP32; else [chunk, K, TOP] int32
+    source_ptr,  # int32; FROM_SCORES: orders [K, chunk, blocks]; else lists [chunk, K, TOP]
     lengths_ptr,  # [sequences] int32
     table_ptr,  # [sequences, pages] int32
     stride_q_token, stride_q_head,
@@ -217,16 +219,15 @@ def attend_blocks(
     stride_scores,  # between tokens of the score buffer
     query_len,
     first_token,  # of the chunk
-    init_blocks,
-    local_blocks,
     score_scale,
     STRIDE_K_TOKEN: tl.constexpr, STRIDE_V_TOKEN: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr,
     D: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr,
     TOP: tl.constexpr, TOP_PAD: tl.constexpr, PARTS: tl.constexpr,
+    MINE: tl.constexpr,  # blocks of a part, a power of 2
     OPERAND: tl.constexpr, SCALED: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr,
-    FROM_SCORES: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    FROM_SCORES: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, STEP: tl.constexpr,
+    MANY: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One part of one row (query token x KV head) of a decode step over its chosen blocks.
 
@@ -239,31 +240,41 @@ def attend_blocks(
     sequence, visible = row_of(token, query_len, lengths_ptr, lengths_ptr, lengths_ptr, False)
     table_ptr += sequence * stride_table
     num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
+    block = tl.arange(0, FEW)
+    pages = tl.load(table_ptr + block, mask=block < num_blocks, other=0)
     wait_for_previous(PDL)
+    if EARLY:
+        let_next_start(PDL)
     vector = tl.arange(0, M)
     real = vector < GROUP
     offsets = token * stride_q_token + (head * GROUP + vector) * stride_q_head
     q_low, q_high = load_queries(q_ptr, offsets, real, C, OPERAND, PAIRS)
     if FROM_SCORES:
-        scores_ptr = source_ptr + (head * num_tokens + chunk_token) * stride_scores
-        blocks, pages = choose_blocks(
-            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
-            TOP, TOP_PAD, FEW, MANY,
-        )  # fmt: skip
+        orders_ptr = source_ptr + (head * num_tokens + chunk_token) * stride_scores
         chosen = tl.minimum(num_blocks, TOP)
+        first = part * chosen // PARTS
+        blocks, pages = choose_blocks(
+            orders_ptr, table_ptr, pages, num_blocks, first,
+            TOP, TOP_PAD, MINE, MOST, FEW, STEP, MANY,
+        )  # fmt: skip
+        end = (part + 1) * chosen // PARTS - first
+        first = 0
     else:
         source_ptr += (chunk_token * heads + head) * TOP
         blocks, pages, chosen = load_list(source_ptr, table_ptr, TOP, TOP_PAD)
+        first = part * chosen // PARTS
+        end = (part + 1) * chosen // PARTS
     top, total, even, odd = stream_blocks(
         q_low, q_high,
         k_ptr + head * stride_k_head, v_ptr + head * stride_v_head,
         k_scale_ptr + head * stride_scale_head, v_scale_ptr + head * stride_scale_head,
         blocks, pages, stride_k_page, stride_v_page, stride_scale_page,
-        part * chosen // PARTS, (part + 1) * chosen // PARTS, visible, score_scale,
-        STRIDE_K_TOKEN, STRIDE_V_TOKEN, M, C, TILE, PAGE, TOP_PAD,
+        first, end, visible, score_scale,
+        STRIDE_K_TOKEN, STRIDE_V_TOKEN, M, C, TILE, PAGE, MINE if FROM_SCORES else TOP_PAD,
         OPERAND, SCALED, PAIRS, NATIVE, STAGES,
     )  # fmt: skip
-    let_next_start(PDL)
+    if not EARLY:
+        let_next_start(PDL)
     total = tl.sum(total, 1)
     if PARTS == 1:
         inverse = 1.0 / tl.where(total > 0, total, 1.0)
@@ -272,7 +283,7 @@ def attend_blocks(
         )
     else:
         at = ((head * num_tokens + chunk_token) * PARTS + part) * GROUP + vector
-        store_partial(partial_ptr, lse_ptr, at, real, top, total, even, odd, D, C, PAIRS)
+        store_partial(partial_ptr, lse_ptr, at, real, top, total, even, odd, D, C, PAIRS, NATIVE)
 
 
 @triton.jit(

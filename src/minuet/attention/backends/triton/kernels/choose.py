@@ -1,4 +1,4 @@
-"""Block scores, and the choice of the best blocks of a row. Ties go to the lowest block."""
+"""The order of blocks by score, and the choice of the best of a row; ties: the lowest block."""
 
 import triton
 import triton.language as tl
@@ -11,90 +11,51 @@ from minuet.attention.backends.triton.kernels.common import (
 from minuet.ops.triton.kernels.common import let_next_start, wait_for_previous
 
 _FORCED = tl.constexpr(0x7FFFFFFF)
-_NOT_A_NUMBER = tl.constexpr(-0x7FFFFFFF)
+_MINUS_INFINITY = tl.constexpr(-0x7F800001)  # what order_of makes of it
 _NOTHING = tl.constexpr(-0x8000000000000000)
 
 
 @triton.jit
-def rank_keys(scores, block, num_blocks, init_blocks, local_blocks):
-    """int64 that sort like (forced first, larger score first, lower block first).
-
-    The high half is the score's bits made to order as integers, the low half the block, inverted.
-    NaN ranks below every number, a block that is not there below everything.
-    """
+def order_of(scores, forced):
+    """int32 that sort as blocks are chosen: rising scores, NaN as minus infinity; then forced."""
     scores = tl.where(scores == 0.0, 0.0, scores)  # -0.0 ties with 0.0
     bits = scores.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(scores == scores, order, _NOT_A_NUMBER)
-    forced = (block < init_blocks) | (block >= num_blocks - local_blocks)
-    order = tl.where(forced, _FORCED, order)
+    order = tl.where(scores == scores, order, _MINUS_INFINITY)  # NaN
+    return tl.where(forced, _FORCED, order)
+
+
+@triton.jit
+def load_keys_of_blocks(orders_ptr, block, num_blocks):
+    """int64, all different: the order first, then the lower block first.
+
+    A block that is not there is below every other.
+    """
+    there = (block >= 0) & (block < num_blocks)
+    order = tl.load(orders_ptr + block, mask=there, other=0)
     keys = (order.to(tl.int64) << 32) | (0x7FFFFFFF - block).to(tl.int64)
-    return tl.where(block < num_blocks, keys, _NOTHING)
+    return tl.where(there, keys, _NOTHING)
 
 
 @triton.jit
 def block_of_key(key):
-    """The block that a key of :func:`rank_keys` is of."""
+    """The block that a key of :func:`load_keys_of_blocks` is of."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def rank_all(
-    scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
-    TOP: tl.constexpr, TOP_PAD: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """:func:`choose_blocks` for at most MOST blocks: every block is compared with every other."""
-    entry = tl.arange(0, TOP_PAD)
-    block = tl.arange(0, MOST)
-    here = block < num_blocks
-    page = tl.load(table_ptr + block, mask=here, other=0)
-    if num_blocks <= TOP:
-        rank = block
-    else:
-        scores = tl.load(scores_ptr + block, mask=here, other=0.0)
-        keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
-        rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
-    mine = (rank[:, None] == entry[None, :]) & here[:, None]
-    packed = (page.to(tl.int64) << 32) | (block + 1).to(tl.int64)
-    found = tl.sum(tl.where(mine, packed[:, None], 0), 0)
-    found = tl.where(entry < TOP, found, 0)
-    return (found & 0xFFFFFFFF).to(tl.int32) - 1, (found >> 32).to(tl.int32)
+def rank_all(orders_ptr, num_blocks, MOST: tl.constexpr, STEP: tl.constexpr):
+    """How many blocks come before each of at most MOST: [MOST].
 
-
-@triton.jit
-def rank_in_two_steps(
-    scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks,
-    TOP: tl.constexpr, TOP_PAD: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """:func:`choose_blocks` for at most MOST blocks: by fours first, then the best fours' blocks.
-
-    The best TOP_PAD blocks lie in the TOP_PAD groups with the best maxima. Comparing all groups,
-    then all blocks of those, is a fraction of comparing all blocks.
+    A loop of STEP at a time: in a step of the whole model the code of a kernel is cold, and what is
+    passed once costs more to fetch than to execute.
     """
-    SIZE: tl.constexpr = 4
-    GROUPS: tl.constexpr = MOST // SIZE
-    entry = tl.arange(0, TOP_PAD)
-    block = tl.arange(0, MOST)
-    scores = tl.load(scores_ptr + block, mask=block < num_blocks, other=0.0)
-    keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
-    group = tl.arange(0, GROUPS)
-    # empty groups differ too, or they would share a rank
-    empty = tl.full([GROUPS], _NOTHING, tl.int64) + group
-    highest = tl.maximum(tl.max(tl.reshape(keys, [GROUPS, SIZE]), 1), empty)
-    rank = tl.sum((highest[None, :] > highest[:, None]).to(tl.int32), 1)
-    chosen = tl.sum(tl.where(rank[:, None] == entry[None, :], group[:, None], 0), 0)
-
-    near = tl.reshape(chosen[:, None] * SIZE + tl.arange(0, SIZE)[None, :], [TOP_PAD * SIZE])
-    here = near < num_blocks
-    page = tl.load(table_ptr + near, mask=here, other=0)
-    scores = tl.load(scores_ptr + near, mask=here, other=0.0)
-    keys = rank_keys(scores, near, num_blocks, init_blocks, local_blocks)
-    rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
-    mine = (rank[:, None] == entry[None, :]) & here[:, None]
-    packed = (page.to(tl.int64) << 32) | (near + 1).to(tl.int64)
-    found = tl.sum(tl.where(mine, packed[:, None], 0), 0)
-    found = tl.where(entry < TOP, found, 0)
-    return (found & 0xFFFFFFFF).to(tl.int32) - 1, (found >> 32).to(tl.int32)
+    keys = load_keys_of_blocks(orders_ptr, tl.arange(0, MOST), num_blocks)
+    before = tl.zeros([STEP, MOST], tl.int32)
+    for begin in tl.range(0, num_blocks, STEP, num_stages=1):
+        others = load_keys_of_blocks(orders_ptr, begin + tl.arange(0, STEP), num_blocks)
+        before += (others[:, None] > keys[None, :]).to(tl.int32)
+    return tl.sum(before, 0)
 
 
 @triton.jit
@@ -120,10 +81,9 @@ def replace_worst(best, keys):
 
 @triton.jit
 def rank_groups(
-    scores_ptr, num_blocks, init_blocks, local_blocks,
-    TOP: tl.constexpr, TOP_PAD: tl.constexpr, MANY: tl.constexpr,
+    orders_ptr, num_blocks, TOP: tl.constexpr, TOP_PAD: tl.constexpr, MANY: tl.constexpr
 ):  # fmt: skip
-    """:func:`choose_blocks` for at most MANY blocks, in two steps; blocks only.
+    """The best of at most MANY blocks, in two steps: [TOP_PAD], in no order.
 
     The best blocks lie in the TOP_PAD groups with the best maxima, and are at least the smallest of
     those. Few other blocks are: they are moved together and ranked all against all. A row with more
@@ -133,9 +93,7 @@ def rank_groups(
     SIZE: tl.constexpr = MANY // GROUPS
     SLOTS: tl.constexpr = 2 * TOP_PAD
     entry = tl.arange(0, TOP_PAD)
-    block = tl.arange(0, MANY)
-    scores = tl.load(scores_ptr + block, mask=block < num_blocks, other=0.0)
-    keys = rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
+    keys = load_keys_of_blocks(orders_ptr, tl.arange(0, MANY), num_blocks)
     group = tl.arange(0, GROUPS)
     # empty groups differ too, or they would share a rank
     empty = tl.full([GROUPS], _NOTHING, tl.int64) + group
@@ -145,17 +103,14 @@ def rank_groups(
     least = tl.min(tl.where(rank < TOP, highest, 0x7FFFFFFFFFFFFFFF), 0)
 
     near = tl.reshape(chosen[:, None] * SIZE + tl.arange(0, SIZE)[None, :], [TOP_PAD * SIZE])
-    scores = tl.load(scores_ptr + near, mask=near < num_blocks, other=0.0)
-    keys_near = rank_keys(scores, near, num_blocks, init_blocks, local_blocks)
+    keys_near = load_keys_of_blocks(orders_ptr, near, num_blocks)
     good = (keys_near >= least).to(tl.int32)
     if tl.sum(good, 0) <= SLOTS:
         slot = tl.arange(0, SLOTS)
         place = tl.where(good > 0, tl.cumsum(good, 0) - 1, -1)
         moved = tl.where(place[:, None] == slot[None, :], near[:, None] + 1, 0)
         left = tl.sum(moved, 0) - 1
-        scores_left = tl.load(scores_ptr + left, mask=left >= 0, other=0.0)
-        keys_left = rank_keys(scores_left, left, num_blocks, init_blocks, local_blocks)
-        keys_left = tl.where(left >= 0, keys_left, _NOTHING)
+        keys_left = load_keys_of_blocks(orders_ptr, left, num_blocks)
         rank_left = tl.sum((keys_left[None, :] > keys_left[:, None]).to(tl.int32), 1)
         mine = (rank_left[:, None] == entry[None, :]) & (left[:, None] >= 0)
         blocks = tl.sum(tl.where(mine, left[:, None] + 1, 0), 0) - 1
@@ -165,52 +120,61 @@ def rank_groups(
 
 
 @triton.jit
-def choose_blocks(
-    scores_ptr,  # [num_blocks] FP32
-    table_ptr,  # [pages] int32
-    num_blocks,
-    init_blocks,
-    local_blocks,
-    TOP: tl.constexpr,
-    TOP_PAD: tl.constexpr,
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
-):
-    """The ``min(TOP, num_blocks)`` best blocks of a row and their pages, in no order.
+def rank_long(
+    orders_ptr, num_blocks,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr, MOST: tl.constexpr, MANY: tl.constexpr,
+):  # fmt: skip
+    """The best of any number of blocks up to MOST: [TOP_PAD], in no order.
 
-    Up to FEW / 2 blocks are ranked all against all, up to 2 FEW in two steps, up to MANY by
-    :func:`rank_groups`. Beyond, MANY at a time replace the worst of the best found so far, one by
-    one.
-
-    Returns:
-        blocks and pages, [TOP_PAD] int32; -1 and 0 at the tail.
+    Up to MANY by :func:`rank_groups`. Beyond, MANY at a time replace the worst of the best found so
+    far, one by one.
     """
-    entry = tl.arange(0, TOP_PAD)
-    if num_blocks <= FEW // 2:
-        blocks, pages = rank_all(
-            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW // 2
-        )
-    elif num_blocks <= FEW:
-        blocks, pages = rank_in_two_steps(
-            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, FEW
-        )
-    elif num_blocks <= 2 * FEW:
-        blocks, pages = rank_in_two_steps(
-            scores_ptr, table_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, 2 * FEW
-        )
-    elif num_blocks <= MANY:
-        blocks = rank_groups(scores_ptr, num_blocks, init_blocks, local_blocks, TOP, TOP_PAD, MANY)
-        pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
+    if MOST <= MANY or num_blocks <= MANY:
+        blocks = rank_groups(orders_ptr, num_blocks, TOP, TOP_PAD, MANY)
     else:
         best = no_best(TOP, TOP_PAD)
         for begin in range(0, num_blocks, MANY):
-            block = begin + tl.arange(0, MANY)
-            scores = tl.load(scores_ptr + block, mask=block < num_blocks, other=0.0)
-            best = replace_worst(
-                best, rank_keys(scores, block, num_blocks, init_blocks, local_blocks)
-            )
-        blocks = tl.where(entry < TOP, block_of_key(best), -1)
+            keys = load_keys_of_blocks(orders_ptr, begin + tl.arange(0, MANY), num_blocks)
+            best = replace_worst(best, keys)
+        blocks = tl.where(tl.arange(0, TOP_PAD) < TOP, block_of_key(best), -1)
+    return blocks
+
+
+@triton.jit
+def choose_blocks(
+    orders_ptr,  # [num_blocks] int32, of score_blocks
+    table_ptr,  # [pages] int32
+    pages,  # [FEW] the first of them
+    num_blocks,
+    first,
+    TOP: tl.constexpr,
+    TOP_PAD: tl.constexpr,
+    MINE: tl.constexpr,
+    MOST: tl.constexpr,  # blocks that a row can have
+    FEW: tl.constexpr,  # up to which all are ranked
+    STEP: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Entries ``first .. first + MINE - 1`` of the ``min(TOP, num_blocks)`` best blocks of a row.
+
+    The order of entries is the same for every caller of a row.
+
+    Returns:
+        blocks and their pages, [MINE] int32; -1 and 0 beyond the last.
+    """
+    mine = first + tl.arange(0, MINE)
+    if MOST <= FEW or num_blocks <= FEW:
+        block = tl.arange(0, FEW)
+        rank = rank_all(orders_ptr, num_blocks, FEW, STEP)
+        is_mine = (rank[None, :] == mine[:, None]) & (block < num_blocks)[None, :]
+        blocks = tl.sum(tl.where(is_mine, block[None, :] + 1, 0), 1) - 1
+        pages = tl.sum(tl.where(is_mine, pages[None, :], 0), 1)
+    else:
+        best = rank_long(orders_ptr, num_blocks, TOP, TOP_PAD, MOST, MANY)
+        is_mine = tl.arange(0, TOP_PAD)[None, :] == mine[:, None]
+        blocks = tl.sum(tl.where(is_mine, best[None, :] + 1, 0), 1) - 1
         pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
+    blocks = tl.where(mine < TOP, blocks, -1)
     return blocks, pages
 
 
@@ -226,14 +190,14 @@ def load_list(list_ptr, table_ptr, TOP: tl.constexpr, TOP_PAD: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "stride_table", "stride_scores_head", "stride_scores_token", "query_len", "first_token",
-        "first_score",
+        "first_score", "init_blocks", "local_blocks",
     ],
-    do_not_specialize_on_alignment=["items_ptr", "lengths_ptr", "table_ptr", "scores_ptr"],
+    do_not_specialize_on_alignment=["items_ptr", "lengths_ptr", "table_ptr", "orders_ptr"],
 )  # fmt: skip
 def score_blocks(
     index_q_ptr,  # [T, K, I]
     index_k_ptr,  # [N, P, I], PAIRS: int16 view, half as wide
-    scores_ptr,  # [K, chunk, blocks] FP32
+    orders_ptr,  # [K, chunk, blocks] int32: see order_of
     items_ptr,  # RAGGED: [tiles, 4] sequence, first token, tokens, first position
     #             else [capacity, 4] sequence, first block, end block, -
     lengths_ptr,  # [sequences] int32
@@ -243,6 +207,8 @@ def score_blocks(
     stride_table, stride_scores_head, stride_scores_token,
     query_len,
     first_score,  # token that the score buffer begins with
+    init_blocks,  # forced, as local_blocks
+    local_blocks,
     STRIDE_K_TOKEN: tl.constexpr,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, M: tl.constexpr, I: tl.constexpr,
     C: tl.constexpr, PAGE: tl.constexpr, OPERAND: tl.constexpr, PAIRS: tl.constexpr,
@@ -250,6 +216,7 @@ def score_blocks(
 ):  # fmt: skip
     """Largest ``iq . ik`` over the visible tokens of each block, for all heads of a few tokens.
 
+    It is stored as blocks are chosen by it, so that whoever chooses does not work that out again.
     The keys are read once for all heads and query tokens of the item.
     """
     item = tl.program_id(0)
@@ -272,6 +239,8 @@ def score_blocks(
     table_ptr += sequence * stride_table
     page = tl.load(table_ptr + first, mask=first < end, other=0)
     wait_for_previous(PDL)
+    if not RAGGED:  # every program has a place by now: the next kernel's take none of theirs
+        let_next_start(PDL)
     if first < end:
         column = tl.arange(0, M)
         query, head = column // HEADS_PAD, column % HEADS_PAD
@@ -282,7 +251,8 @@ def score_blocks(
             real, C, OPERAND, PAIRS,
         )  # fmt: skip
         row_end = position + 1 + query
-        score_at = scores_ptr + head.to(tl.int64) * stride_scores_head
+        first_local = tl.cdiv(row_end, PAGE) - local_blocks
+        score_at = orders_ptr + head.to(tl.int64) * stride_scores_head
         score_at += (first_token + query - first_score) * stride_scores_token
         within = tl.arange(0, PAGE)
         channel = tl.arange(0, C)
@@ -311,28 +281,31 @@ def score_blocks(
                     products = tl.dot(k_high, tl.trans(q_high), products)
                 products = tl.where(token[:, None] < row_end[None, :], products, float("-inf"))
                 best = tl.max(products, 0)
-            tl.store(score_at + block, best, mask=real)
+            forced = (block < init_blocks) | (block >= first_local)
+            tl.store(score_at + block, order_of(best, forced), mask=real)
             page = ahead
+    if RAGGED:
         let_next_start(PDL)
 
 
 @triton.jit(
     do_not_specialize=["stride_table", "stride_scores_head", "stride_scores_token", "query_len",
-                       "first_token", "init_blocks", "local_blocks"],
-    do_not_specialize_on_alignment=["scores_ptr", "lists_ptr", "lengths_ptr", "token_sequence_ptr",
+                       "first_token"],
+    do_not_specialize_on_alignment=["orders_ptr", "lists_ptr", "lengths_ptr", "token_sequence_ptr",
                                     "positions_ptr", "table_ptr"],
 )  # fmt: skip
 def list_blocks(
-    scores_ptr,  # [K, chunk, blocks] FP32
+    orders_ptr,  # [K, chunk, blocks] int32
     lists_ptr,  # [chunk, K, TOP] int32
     lengths_ptr,  # [sequences] int32
     token_sequence_ptr,  # [T] int32; RAGGED only
     positions_ptr,  # [T] int64; RAGGED only
     table_ptr,  # [sequences, pages] int32
     stride_table, stride_scores_head, stride_scores_token,
-    query_len, first_token, init_blocks, local_blocks,
-    TOP: tl.constexpr, TOP_PAD: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr,
-    MANY: tl.constexpr, RAGGED: tl.constexpr, PDL: tl.constexpr,
+    query_len, first_token,
+    TOP: tl.constexpr, TOP_PAD: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
+    FEW: tl.constexpr, STEP: tl.constexpr, MANY: tl.constexpr, RAGGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The chosen blocks of one row as the contract wants them: ascending, -1 at the tail."""
     chunk_token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -342,11 +315,11 @@ def list_blocks(
         token, query_len, lengths_ptr, token_sequence_ptr, positions_ptr, RAGGED
     )
     num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
-    scores_ptr += head.to(tl.int64) * stride_scores_head + chunk_token * stride_scores_token
+    orders_ptr += head.to(tl.int64) * stride_scores_head + chunk_token * stride_scores_token
     wait_for_previous(PDL)
     blocks, _ = choose_blocks(
-        scores_ptr, table_ptr + sequence * stride_table, num_blocks, init_blocks, local_blocks,
-        TOP, TOP_PAD, FEW, MANY,
+        orders_ptr, table_ptr + sequence * stride_table, tl.zeros([FEW], tl.int32), num_blocks, 0,
+        TOP, TOP_PAD, TOP_PAD, MOST, FEW, STEP, MANY,
     )  # fmt: skip
     let_next_start(PDL)
     entry = tl.arange(0, TOP_PAD)

@@ -25,9 +25,10 @@ def row_of(
         )
         visible = tl.where(padding, 0, visible)
     else:
-        sequence = token // query_len
-        query = (token - sequence * query_len).to(tl.int32)
-        visible = tl.load(lengths_ptr + sequence) - query_len + 1 + query
+        short = token.to(tl.int32)  # 64-bit division is a hundred instructions
+        sequence = short // query_len
+        visible = tl.load(lengths_ptr + sequence) - query_len + 1 + short - sequence * query_len
+        sequence = sequence.to(tl.int64)
     return sequence, visible
 
 
@@ -243,6 +244,7 @@ def store_partial(
     D: tl.constexpr,
     C: tl.constexpr,
     PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Store a part's normalised output and log2 of its softmax sum; PAIRS: even channels first."""
     channel = tl.arange(0, C)
@@ -252,5 +254,5 @@ def store_partial(
     tl.store(at, even * inverse[:, None], mask=mask[:, None])
     if PAIRS:
         tl.store(at + C, odd * inverse[:, None], mask=mask[:, None])
-    lse = tl.where(total > 0, tl.log2(some) + top, float("-inf"))
+    lse = tl.where(total > 0, log2_of_positive(some, NATIVE) + top, float("-inf"))
     tl.store(lse_ptr + vectors, lse, mask=mask)
