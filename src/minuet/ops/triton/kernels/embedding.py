@@ -36,6 +36,7 @@ def embed(
         inside = channel < H
         gain = 1.0 + tl.load(weight_ptr + channel, mask=inside, other=0.0)  # nobody writes weights
         wait_for_previous(PDL)
+        let_next_start(PDL)  # it may load weights meanwhile
         token = input_token(token_ids_ptr, at_ptr, drawn_ptr, num_drawn, row, FOLLOWS)
         known = (token >= 0) & (token < vocab)
         x = tl.load(table_ptr + token * H + channel, mask=inside & known, other=float("nan"))
@@ -45,11 +46,11 @@ def embed(
         tl.store(normed_ptr + row * H + channel, (x32 * inverse * gain).to(x.dtype), mask=inside)
     else:
         wait_for_previous(PDL)
+        let_next_start(PDL)
         rows = (program - num_tokens) * ROWS + tl.arange(0, ROWS)
         cos_sin_of(
             rows, positions_ptr, frequencies_ptr, cos_ptr, sin_ptr, num_tokens, HALF, HALF_PAD
         )
-    let_next_start(PDL)
 
 
 @triton.jit

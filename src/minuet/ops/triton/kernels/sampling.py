@@ -141,6 +141,7 @@ def greedy_parts(
     """The largest logit of a part; the flag says that one of the part is not finite."""
     row, part = tl.program_id(0), tl.program_id(1)
     wait_for_previous(PDL)
+    let_next_start(PDL)  # a small kernel
     base = logits_ptr + row.to(tl.int64) * stride
     lane = tl.arange(0, TILE)
     best = tl.full([TILE], NEVER, tl.float32)
@@ -157,7 +158,6 @@ def greedy_parts(
     key = candidate(best, best_token, 0)
     found = tl.max(key, 0) | tl.max(wrong, 0).to(tl.int64)
     tl.store(parts_ptr + row * PARTS + part, found)
-    let_next_start(PDL)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
