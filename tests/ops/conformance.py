@@ -250,7 +250,8 @@ def check_routing(bench: Bench, sizes: Sizes, module) -> None:
         x = bench.random(tokens, sizes.hidden, seed=tokens)
         for rows in (16, 32):
             with poisoned():
-                routing = module.route(x, experts, rows)
+                routing = module.route(x, experts, rows, flags=300)
+            assert routing.flags.tolist() == [0] * 300
             check_sorted(routing, *route(x, experts.router, experts.bias, sizes.top_k), 2.0)
 
 

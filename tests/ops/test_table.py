@@ -55,7 +55,8 @@ def test_between_two_rungs_nothing_but_the_number_of_tokens_changes(arch, batch_
         tiling = moe.tiling_for(tokens, target, batch_invariant)
         tiles = moe.capacity(tokens, mine, tiling.rows)
         index = torch.empty((tiles, tiling.rows), dtype=torch.int32, device="meta")
-        routing = moe.Routing(torch.empty(tokens, 4, device="meta"), index[:, 0], index)
+        flags = torch.empty(moe.num_flags(tokens, mine, tiling), dtype=torch.int32, device="meta")
+        routing = moe.Routing(torch.empty(tokens, 4, device="meta"), index[:, 0], index, flags)
         values = torch.empty(tokens, 5, 6144, dtype=torch.bfloat16, device="meta")
         made = (
             *moe.route_launches(x, mine, routing, target, batch_invariant),

@@ -40,6 +40,7 @@ def launches(arch: str, tokens: int, dtype: torch.dtype = torch.bfloat16) -> dic
         _empty(tokens, TOP, dtype=torch.float32),
         _empty(tiles, dtype=torch.int32),
         _empty(tiles, tiling.rows, dtype=torch.int32),
+        _empty(moe.num_flags(tokens, mine, tiling), dtype=torch.int32),
     )
     parts = moe.Parts(_empty(tokens, TOP + 1, HIDDEN, dtype=dtype), routing.shares)
     half, ids = _empty(tokens, 32, dtype=torch.float32), _empty(tokens, dtype=torch.int64)

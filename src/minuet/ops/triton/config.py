@@ -38,6 +38,9 @@ class Tiling:
         up: first product, with the activation.
         down: second product.
         early: programs of the second product may start when all of the first have.
+        shared_parts: programs that divide the input channels of a piece of the shared expert.
+        ahead: programs of the second product read their first weights before they wait.
+        next: the kernel after the second product may start when all programs of that have.
     """
 
     upto: int
@@ -45,6 +48,9 @@ class Tiling:
     up: Product
     down: Product
     early: bool = False
+    shared_parts: int = 1
+    ahead: bool = False
+    next: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +208,7 @@ _INTERPRETER = replace(
     terms=False,
     interpreted=True,
     tilings=(
+        Tiling(16, 16, Product(16, 16, 1, 1), Product(16, 16, 1, 1), shared_parts=3, ahead=True),
         Tiling(64, 16, Product(16, 64, 1, 1), Product(32, 64, 1, 1)),
         Tiling(MANY, 32, Product(32, 32, 1, 1), Product(32, 32, 1, 1)),
     ),

@@ -1,6 +1,6 @@
 """The routed FFN in Triton: scores, sorting, and the two products over experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,11 +49,13 @@ class Routing:
         shares: [T, K] float32, scaled.
         tiles: [capacity] int32; expert of each routed tile, -1 beyond the last.
         rows: [capacity, M] int32; ``token * (K + 1) + k``, -1 where a tile is not full.
+        flags: [...] int32 zeros, for the first product.
     """
 
     shares: Tensor
     tiles: Tensor
     rows: Tensor
+    flags: Tensor
 
 
 def moe(
@@ -73,7 +75,8 @@ def moe(
     if not num_tokens:
         return Parts(values, torch.empty((0, experts.top_k), device=x.device))
     tiling = tiling_for(num_tokens, target, batch_invariant)
-    routing = route(x, experts, tiling.rows, target, batch_invariant)
+    flags = num_flags(num_tokens, experts, tiling)
+    routing = route(x, experts, tiling.rows, target, batch_invariant, flags)
     for launch in expert_launches(x, experts, routing, values, tiling, target):
         launch()
     return Parts(values, routing.shares)
@@ -102,6 +105,7 @@ def route(
     rows: int,
     target: Target | None = None,
     batch_invariant: bool = False,
+    flags: int = 0,
 ) -> Routing:
     """Choose experts as :func:`minuet.ops.moe.route`, ties to the lowest, and sort rows by expert.
 
@@ -111,6 +115,7 @@ def route(
         rows: of a tile.
         target: launch numbers; the device's by default.
         batch_invariant: one tile of tokens, whatever T.
+        flags: how many zeros the products need.
     """
     target = target or target_of(x.device)
     num_tokens, device = x.shape[0], x.device
@@ -119,6 +124,7 @@ def route(
         shares=torch.empty((num_tokens, experts.top_k), device=device),
         tiles=torch.empty(tiles, dtype=torch.int32, device=device),
         rows=torch.empty((tiles, rows), dtype=torch.int32, device=device),
+        flags=torch.empty(flags, dtype=torch.int32, device=device),
     )
     for launch in route_launches(x, experts, routing, target, batch_invariant):
         launch()
@@ -154,9 +160,11 @@ def route_launches(
     args = choose | dict(
         tiles_ptr=routing.tiles,
         rows_ptr=routing.rows,
+        flags_ptr=routing.flags,
         capacity=routing.tiles.shape[0],
         SLOTS=experts.top_k + 1,
         TILE=routing.rows.shape[1],
+        FLAGS=routing.flags.shape[0],
     )
     return scores, Launch(route_kernels.route_step, (1,), args, options_of(target, sorting.warps))
 
@@ -215,7 +223,13 @@ def _sort_launches(
         E_PAD=choose["E_PAD"],
         PDL=target.pdl,
     )
-    lists = dict(tiles_ptr=routing.tiles, capacity=tiles, TILE=tile)
+    lists = dict(
+        tiles_ptr=routing.tiles,
+        flags_ptr=routing.flags,
+        capacity=tiles,
+        TILE=tile,
+        FLAGS=routing.flags.shape[0],
+    )
     options = options_of(target, sorting.place_warps)
     chooser = Launch(
         route_kernels.route_tokens, (token_tiles,), first, options_of(target, sorting.warps)
@@ -288,17 +302,46 @@ def expert_launches(
             gate_up_ptr=experts.gate_up,
             shared_ptr=experts.shared_gate_up,
             out_ptr=inner,
+            flags_ptr=routing.flags,
             alpha=experts.alpha,
             limit=experts.limit,
             EARLY=tiling.early,
         )
         down = both | dict(
-            x_ptr=inner, down_ptr=experts.down, shared_ptr=experts.shared_down, out_ptr=values
+            x_ptr=inner,
+            down_ptr=experts.down,
+            shared_ptr=experts.shared_down,
+            out_ptr=values,
+            NEXT=tiling.next,
         )
-        sizes = (tiles, width, x.shape[1])
-        launches.append(product_launch(expert_kernels.experts_up, up, tiling.up, sizes, target))
-        sizes = (tiles, x.shape[1], width)
-        launches.append(
-            product_launch(expert_kernels.experts_down, down, tiling.down, sizes, target)
-        )
+        launches += [_first(up, tiling, routed, target), _second(down, tiling, tiles, target)]
     return tuple(launches)
+
+
+def num_flags(num_tokens: int, experts: Experts, tiling: Tiling) -> int:
+    """Zeros that the first product needs: one per partial sum of the shared expert."""
+    pieces = triton.cdiv(experts.shared_down.shape[1], tiling.up.n)
+    return (tiling.shared_parts - 1) * int(triton.cdiv(num_tokens, tiling.rows)) * int(pieces)
+
+
+def _first(args: dict[str, Any], tiling: Tiling, routed: int, target: Target) -> Launch:
+    """The launch of the first product: parts of the shared expert, then the ``routed`` tiles."""
+    parts = tiling.shared_parts if args["shared_tiles"] else 1
+    tiles = args["shared_tiles"] * parts + routed
+    sizes = (tiles, args["I"], args["H"])
+    made = product_launch(expert_kernels.experts_up, args, tiling.up, sizes, target)
+    sums = args["flags_ptr"]
+    if parts > 1:
+        n = made.args["N"]
+        pieces = args["shared_tiles"] * triton.cdiv(args["I"], n)
+        shape = (parts - 1, pieces, 2, n, tiling.rows)
+        sums = torch.empty(shape, device=args["x_ptr"].device)
+    return replace(made, args={**made.args, "parts_ptr": sums, "SHARED": parts})
+
+
+def _second(args: dict[str, Any], tiling: Tiling, tiles: int, target: Target) -> Launch:
+    """The launch of the second product."""
+    sizes = (tiles, args["H"], args["I"])
+    made = product_launch(expert_kernels.experts_down, args, tiling.down, sizes, target)
+    ahead = tiling.ahead and args["I"] > made.args["C"]
+    return replace(made, args={**made.args, "AHEAD": ahead})

@@ -54,12 +54,35 @@ def load_rows(at, channel, valid, WIDTH: tl.constexpr, C: tl.constexpr):
         return tl.load(at + channel[:, None], mask=mask, other=0.0)
 
 
+@triton.jit
+def give(gate, up, valid, slot, parts_ptr, flags_ptr, N: tl.constexpr, M: tl.constexpr):
+    """Leave partial sums [N, M] of gate and up in a slot, and say so."""
+    at = parts_ptr + slot * (2 * N * M) + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
+    tl.store(at, gate, mask=valid[None, :])
+    tl.store(at + N * M, up, mask=valid[None, :])
+    tl.debug_barrier()  # the flag is one thread's, the sums are everyone's
+    tl.atomic_xchg(flags_ptr + slot, 1, sem="release")
+
+
+@triton.jit
+def take(gate, up, valid, slot, parts_ptr, flags_ptr, N: tl.constexpr, M: tl.constexpr):
+    """Add the partial sums of a slot once they are there. Past L1, which may hold older ones."""
+    while tl.atomic_add(flags_ptr + slot, 0, sem="acquire") == 0:
+        pass
+    at = parts_ptr + slot * (2 * N * M) + tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
+    gate += tl.load(at, mask=valid[None, :], other=0.0, cache_modifier=".cg")
+    up += tl.load(at + N * M, mask=valid[None, :], other=0.0, cache_modifier=".cg")
+    return gate, up
+
+
 @triton.jit(do_not_specialize=["num_tokens", "shared_tiles"])
 def experts_up(
     x_ptr,  # [T, H]
     gate_up_ptr,  # [E, 2 * I, H]
     shared_ptr,  # [2 * I, H]
     out_ptr,  # [tiles, M, I]
+    parts_ptr,  # [SHARED, pieces of shared tiles, 2, N, M] FP32: partial sums of gate, of up
+    flags_ptr,  # [...] int32 zeros, one per slot of parts_ptr
     tiles_ptr,  # [routed tiles] int32
     rows_ptr,  # [routed tiles, M] int32
     num_tokens,
@@ -67,17 +90,30 @@ def experts_up(
     alpha,
     limit,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, OPERAND: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``act(gate, up)`` of N channels of a tile; an expert's weights are read once per tile.
 
     The shared expert does not wait for the routing: its tokens were there before that began. Its
-    result waits, whose memory the routing may still read.
+    result waits, whose memory the routing may still read. SHARED programs divide the input channels
+    of a piece of it, so that it takes all bandwidth while nothing else does; the last of them adds
+    the others' sums, which started before it, in their order.
     """
     tiles_n: tl.constexpr = (I + N - 1) // N
-    tile = tl.program_id(0) // tiles_n
-    n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
+    program = tl.program_id(0)
+    pieces = shared_tiles * tiles_n
+    piece, part = program - pieces * (SHARED - 1), SHARED - 1
+    if SHARED > 1:
+        part = tl.where(piece < 0, program // pieces, part)
+        piece = tl.where(piece < 0, program % pieces, piece)
+    tile = piece // tiles_n
+    n = piece % tiles_n * N + tl.arange(0, N)
+    first, last = 0, H
+    if SHARED > 1:
+        steps: tl.constexpr = (H + C - 1) // C
+        first = tl.where(tile < shared_tiles, part * steps // SHARED * C, 0)
+        last = tl.where(tile < shared_tiles, (part + 1) * steps // SHARED * C, H)
     if tile >= shared_tiles:
         wait_for_previous(PDL)
     if EARLY:
@@ -92,19 +128,27 @@ def experts_up(
         x_at = x_ptr + (tl.maximum(rows, 0) // SLOTS).to(tl.int64)[None, :] * H
         gate = tl.zeros((N, M), tl.float32)
         up = tl.zeros((N, M), tl.float32)
-        for k in tl.range(0, H, C, num_stages=STAGES):
+        for k in tl.range(first, last, C, num_stages=STAGES):
             channel = k + tl.arange(0, C)
-            x = load_rows(x_at, channel, valid, H, C).to(OPERAND)
             gate_weights = load_weights(gate_at, channel, n, H, I, N, C).to(OPERAND)
             up_weights = load_weights(up_at, channel, n, H, I, N, C).to(OPERAND)
+            x = load_rows(x_at, channel, valid, H, C).to(OPERAND)
             gate = tl.dot(gate_weights, x, gate)
             up = tl.dot(up_weights, x, up)
-        inner = swiglu(gate, up, alpha, limit)
         if tile < shared_tiles:
             wait_for_previous(PDL)
+            if SHARED > 1:
+                if part < SHARED - 1:
+                    slot = part * pieces + piece
+                    give(gate, up, valid, slot, parts_ptr, flags_ptr, N, M)
+                else:
+                    for other in range(SHARED - 1):
+                        slot = other * pieces + piece
+                        gate, up = take(gate, up, valid, slot, parts_ptr, flags_ptr, N, M)
+        inner = swiglu(gate, up, alpha, limit)
         out = tile.to(tl.int64) * M + tl.arange(0, M)
         at = out_ptr + out[None, :] * I + n[:, None]
-        mask = valid[None, :] & (n < I)[:, None]
+        mask = valid[None, :] & (n < I)[:, None] & (part == SHARED - 1)
         tl.store(at, inner.to(out_ptr.dtype.element_ty), mask=mask)
     if not EARLY:
         let_next_start(PDL)
@@ -122,13 +166,31 @@ def experts_down(
     shared_tiles,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    AHEAD: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N channels of a tile's results, each row to its token and slot; summing them up is later."""
+    """N channels of a tile's results, each row to its token and slot; summing them up is later.
+
+    AHEAD: the first C channels of weights are read before the wait. The list of tiles is older than
+    the first product, whose programs waited for it before they let this one start; it is read
+    past L1.
+    """
     tiles_n: tl.constexpr = (H + N - 1) // N
     tile = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
+    if AHEAD:
+        is_routed = tile >= shared_tiles
+        at = tiles_ptr + tl.maximum(tile - shared_tiles, 0)
+        early = tl.load(at, mask=is_routed, other=0, cache_modifier=".cg")
+        early_ptr = down_ptr + tl.maximum(early, 0).to(tl.int64) * (H * I)
+        ahead_at = tl.where(is_routed, early_ptr, shared_ptr) + n[:, None] * I
+        ahead_channel = tl.arange(0, C)
+        ahead = tl.load(
+            ahead_at + ahead_channel[None, :],
+            mask=(early >= 0) & (n < H)[:, None] & (ahead_channel < I)[None, :], other=0.0,
+        )  # fmt: skip
     wait_for_previous(PDL)
+    if NEXT:
+        let_next_start(PDL)
     expert, rows = tile_of(tile, tiles_ptr, rows_ptr, num_tokens, shared_tiles, K, SLOTS, M)
     if expert >= 0:
         routed_ptr = down_ptr + expert.to(tl.int64) * (H * I)
@@ -136,12 +198,16 @@ def experts_down(
         valid = rows >= 0
         x_at = x_ptr + (tile.to(tl.int64) * M + tl.arange(0, M))[None, :] * I
         total = tl.zeros((N, M), tl.float32)
-        for k in tl.range(0, I, C, num_stages=STAGES):
+        if AHEAD:
+            ahead_x = load_rows(x_at, ahead_channel, valid, I, C).to(OPERAND)
+            total = tl.dot(ahead.to(OPERAND), ahead_x, total)
+        for k in tl.range(C if AHEAD else 0, I, C, num_stages=STAGES):
             channel = k + tl.arange(0, C)
             x = load_rows(x_at, channel, valid, I, C).to(OPERAND)
             weights = load_weights(weights_at, channel, n, I, H, N, C).to(OPERAND)
             total = tl.dot(weights, x, total)
-        at = out_ptr + tl.maximum(rows, 0).to(tl.int64)[None, :] * H + n[:, None]
+        out_at = out_ptr + tl.maximum(rows, 0).to(tl.int64)[None, :] * H + n[:, None]
         mask = valid[None, :] & (n < H)[:, None]
-        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=mask)
-    let_next_start(PDL)
+        tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    if not NEXT:
+        let_next_start(PDL)

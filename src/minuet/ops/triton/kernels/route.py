@@ -82,6 +82,7 @@ def router_logits_few(
         mask=(expert < E)[None, :, None] & (channel < H)[None, None, :], other=0.0,
     )  # fmt: skip
     wait_for_previous(PDL)
+    let_next_start(PDL)  # a program that clears its lists, and the shared expert
     x = tl.load(
         x_ptr + row.to(tl.int64)[:, None, None] * H + channel[None, None, :],
         mask=(row < num_tokens)[:, None, None] & (channel < H)[None, None, :], other=0.0,
@@ -90,7 +91,6 @@ def router_logits_few(
     at = tl.program_id(2).to(tl.int64) * num_tokens + row
     at = logits_ptr + at[:, None] * E + expert[None, :]
     tl.store(at, total, mask=(row < num_tokens)[:, None] & (expert < E)[None, :])
-    let_next_start(PDL)
 
 
 @triton.jit
@@ -101,44 +101,49 @@ def ordered(x):
 
 
 @triton.jit
+def load_bias(bias_ptr, E: tl.constexpr, E_PAD: tl.constexpr):
+    """[1, E_PAD]. Nobody writes weights: before the wait."""
+    expert = tl.arange(0, E_PAD)[None, :]
+    return tl.load(bias_ptr + expert, mask=expert < E, other=0.0)
+
+
+@triton.jit
 def choose(
-    logits_ptr, bias_ptr, shares_ptr,
+    logits_ptr, shares_ptr,
+    bias,  # [1, E_PAD]
     row, num_tokens, routed_scale,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, S: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
     """Experts [BM, K_PAD] of ``row`` (-1: none), best first, ties to the lowest; stores shares."""
-    expert = tl.arange(0, E_PAD)
-    inside = (row < num_tokens)[:, None] & (expert < E)[None, :]
-    at = row.to(tl.int64)[:, None] * E + expert[None, :]
+    expert = tl.arange(0, E_PAD)[None, :]
+    inside = (row < num_tokens)[:, None] & (expert < E)
+    at = row.to(tl.int64)[:, None] * E + expert
     logits = tl.zeros((BM, E_PAD), tl.float32)
     for part in tl.static_range(S):
         stride = num_tokens.to(tl.int64) * E
         logits += tl.load(logits_ptr + part * stride + at, mask=inside, other=0.0)
     score = 1.0 / (1.0 + tl.exp(-logits))
-    biased = score + tl.load(bias_ptr + expert, mask=expert < E, other=0.0)[None, :]
-    # whatever the scores are, NaN included, K different experts are found
-    key = (ordered(biased).to(tl.int64) << 32) | (E_PAD - 1 - expert)[None, :].to(tl.int64)
-    lowest: tl.constexpr = -(2**63)
-    key = tl.where((expert < E)[None, :], key, lowest)
-    slot = tl.arange(0, K_PAD)
-    chosen = tl.full((BM, K_PAD), -1, tl.int32)
-    weight = tl.zeros((BM, K_PAD), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    for k in tl.static_range(K):
+    # whatever the scores are, NaN included, K different experts are found: no key is the lowest
+    lowest: tl.constexpr = -(2**31)
+    key = tl.maximum(ordered(score + bias), lowest + 1)
+    key = tl.where(expert < E, key, lowest)
+    # of the k-th best, in column k; a loop, because its code is cold in a step
+    chosen = tl.full((BM, E_PAD), -1, tl.int32)
+    weight = tl.zeros((BM, E_PAD), tl.float32)
+    for k in range(K):
         best = tl.max(key, 1)
-        index = E_PAD - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-        picked = expert[None, :] == index[:, None]
-        value = tl.sum(tl.where(picked, score, 0.0), 1)
+        index = tl.min(tl.where(key == best[:, None], expert, E_PAD), 1)
+        picked = expert == index[:, None]
+        value = tl.max(tl.where(picked, score.to(tl.int32, bitcast=True), 0), 1)  # none is negative
         key = tl.where(picked, lowest, key)
-        total += value
-        chosen = tl.where(slot[None, :] == k, index[:, None], chosen)
-        weight = tl.where(slot[None, :] == k, value[:, None], weight)
-    kept = (row < num_tokens)[:, None] & (slot < K)[None, :]
-    shares = weight / total[:, None] * routed_scale
-    shares_at = shares_ptr + row.to(tl.int64)[:, None] * K + slot[None, :]
-    tl.store(shares_at, shares, mask=kept)
-    return tl.where(kept, chosen, -1)
+        chosen = tl.where(expert == k, index[:, None], chosen)
+        weight = tl.where(expert == k, value.to(tl.float32, bitcast=True)[:, None], weight)
+    shares = weight / tl.sum(weight, 1)[:, None] * routed_scale
+    kept = (row < num_tokens)[:, None] & (expert < K)
+    tl.store(shares_ptr + row.to(tl.int64)[:, None] * K + expert, shares, mask=kept)
+    chosen = tl.where(kept, chosen, -1)
+    return tl.max(tl.reshape(chosen, (BM, E_PAD // K_PAD, K_PAD)), 1)
 
 
 @triton.jit
@@ -171,6 +176,40 @@ def place(
         one = tl.max(tl.where(slot[None, :] == k, chosen, -1), 1)
         mine = tl.sum(tl.where(expert[None, :] == one[:, None], at, 0), 1)
         tl.store(rows_ptr + mine, row * SLOTS + k, mask=one >= 0)
+
+
+@triton.jit
+def fill(out_ptr, size, value: tl.constexpr, BLOCK: tl.constexpr):
+    """``size`` times ``value``."""
+    for start in range(0, size, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        tl.store(out_ptr + index, value, mask=index < size)
+
+
+@triton.jit
+def place_few(
+    chosen,  # [BM, K_PAD] experts, -1: none
+    tiles_ptr, rows_ptr,
+    K_PAD: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As :func:`lay_out` and :func:`place`, for so few tokens that a tile holds any expert's rows.
+
+    Every pair of token and expert is compared with all. The lists are full of -1 before.
+    """
+    tl.static_assert(BM <= TILE)
+    PAIRS: tl.constexpr = BM * K_PAD
+    pair = tl.arange(0, PAIRS)
+    expert = tl.reshape(chosen, (PAIRS,))
+    earlier = pair[None, :] < pair[:, None]
+    same = expert[None, :] == expert[:, None]
+    before = tl.sum((same & earlier).to(tl.int32), 1)
+    leads = (before == 0) & (expert >= 0)
+    later = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)
+    first = ((later == 0) & (expert >= 0))[None, :]
+    tile = tl.sum((first & (expert[None, :] < expert[:, None])).to(tl.int32), 1)
+    at = rows_ptr + tile * TILE + before
+    tl.store(at, pair // K_PAD * SLOTS + pair % K_PAD, mask=expert >= 0)
+    tl.store(tiles_ptr + tile, expert, mask=leads)
 
 
 @triton.jit
@@ -209,26 +248,31 @@ def route_step(
     shares_ptr,  # [T, K] FP32
     tiles_ptr,  # [capacity] int32: expert of each tile, -1: unused
     rows_ptr,  # [capacity, TILE] int32: token * SLOTS + k, -1: none
+    flags_ptr,  # [FLAGS] int32: zeros for the first product
     num_tokens,
     capacity,
     routed_scale,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
-    SLOTS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    SLOTS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
+    FLAGS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All of a small step (at most BM tokens) in one program.
 
-    The next kernel starts at once: all units but one are idle, and it has a prologue.
+    The next kernel starts at once: all units but one are idle, and it has a prologue. What can be
+    written before the wait is: no kernel that may still run uses this memory.
     """
     let_next_start(PDL)
+    bias = load_bias(bias_ptr, E, E_PAD)
+    fill(tiles_ptr, capacity, -1, E_PAD)
+    fill(rows_ptr, capacity * TILE, -1, E_PAD)
+    fill(flags_ptr, FLAGS, 0, E_PAD)
     wait_for_previous(PDL)
     row = tl.arange(0, BM)
     chosen = choose(
-        logits_ptr, bias_ptr, shares_ptr, row, num_tokens, routed_scale, E, E_PAD, K, K_PAD, S, BM
+        logits_ptr, shares_ptr, bias, row, num_tokens, routed_scale, E, E_PAD, K, K_PAD, S, BM
     )
-    picked = chosen_by(chosen, K, K_PAD, E_PAD)
-    longest: tl.constexpr = (BM + TILE - 1) // TILE
-    first = lay_out(tl.sum(picked, 0), tiles_ptr, rows_ptr, capacity, longest, E_PAD, TILE)
-    place(chosen, picked, first, row, rows_ptr, K, K_PAD, SLOTS, E_PAD)
+    tl.debug_barrier()  # after the fill
+    place_few(chosen, tiles_ptr, rows_ptr, K_PAD, SLOTS, BM, TILE)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -244,10 +288,11 @@ def route_tokens(
     BM: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Experts of BM tokens of a step that takes several programs; COUNTS: how often each expert."""
+    bias = load_bias(bias_ptr, E, E_PAD)
     wait_for_previous(PDL)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     chosen = choose(
-        logits_ptr, bias_ptr, shares_ptr, row, num_tokens, routed_scale, E, E_PAD, K, K_PAD, S, BM
+        logits_ptr, shares_ptr, bias, row, num_tokens, routed_scale, E, E_PAD, K, K_PAD, S, BM
     )
     slot = tl.arange(0, K_PAD)
     at = chosen_ptr + row.to(tl.int64)[:, None] * K + slot[None, :]
@@ -263,13 +308,15 @@ def route_place(
     chosen_ptr,  # [T, K] int32
     tiles_ptr,  # [capacity] int32
     rows_ptr,  # [capacity, TILE] int32
+    flags_ptr,  # [FLAGS] int32
     num_tokens,
     capacity,
     K: tl.constexpr, K_PAD: tl.constexpr, SLOTS: tl.constexpr, E_PAD: tl.constexpr,
-    BM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, TILE: tl.constexpr, FLAGS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Second and last launch of a step of at most BM tokens: one program lays out and places."""
     let_next_start(PDL)
+    fill(flags_ptr, FLAGS, 0, E_PAD)
     wait_for_previous(PDL)
     row, slot = tl.arange(0, BM), tl.arange(0, K_PAD)
     kept = (row < num_tokens)[:, None] & (slot < K)[None, :]
@@ -285,13 +332,16 @@ def route_layout(
     counts_ptr,  # [tiles of tokens, E_PAD] int32; becomes each tile's first row of each expert
     tiles_ptr,  # [capacity] int32
     rows_ptr,  # [capacity, TILE] int32
+    flags_ptr,  # [FLAGS] int32
     num_tiles,
     capacity,
     longest,
-    E_PAD: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    E_PAD: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, FLAGS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Second of three, one program: where the rows of each expert, and of each tile in it, lie."""
     wait_for_previous(PDL)
+    fill(flags_ptr, FLAGS, 0, E_PAD)
     expert, within = tl.arange(0, E_PAD), tl.arange(0, AT_ONCE)
     totals = tl.zeros((E_PAD,), tl.int32)
     for start in range(0, num_tiles, AT_ONCE):

@@ -41,6 +41,7 @@ def add_norm(
     inside = channel < H
     gain = 1.0 + tl.load(weight_ptr + channel, mask=inside, other=0.0)  # nobody writes weights
     wait_for_previous(PDL)
+    let_next_start(PDL)  # few programs, and weights that the next kernel may load meanwhile
     x = tl.load(residual_ptr + row * H + channel, mask=inside, other=0.0)
     kept = x.dtype
     if PARTS:
@@ -61,7 +62,6 @@ def add_norm(
     x32 = x.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x32 * x32, 0) / H + eps)
     tl.store(normed_ptr + row * H + channel, (x32 * inverse * gain).to(kept), mask=inside)
-    let_next_start(PDL)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
