@@ -18,18 +18,18 @@ def norm_rope(
     channel = tl.arange(0, D)
     partner = tl.where(channel < HALF, channel + HALF, channel - HALF)
     partner = tl.where(channel < 2 * HALF, partner, channel)
-    x = load_product(x_ptr + channel[None, :], stride_part, mask, SUMS, KEPT)
-    y = load_product(x_ptr + partner[None, :], stride_part, mask, SUMS, KEPT)
-    inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     gain = 1.0 + tl.load(weight_ptr + channel)[None, :]
     partner_gain = 1.0 + tl.load(weight_ptr + partner)[None, :]
-    x = (x * inverse * gain).to(KEPT).to(tl.float32)
-    y = (y * inverse * partner_gain).to(KEPT).to(tl.float32)
     rotated = channel < 2 * HALF
     angle = tl.where(channel < HALF, channel, channel - HALF)
     cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0)[None, :]
     sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0)[None, :]
     sin = tl.where((channel < HALF)[None, :], -sin, sin)
+    x = load_product(x_ptr + channel[None, :], stride_part, mask, SUMS, KEPT)
+    y = load_product(x_ptr + partner[None, :], stride_part, mask, SUMS, KEPT)
+    inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    x = (x * inverse * gain).to(KEPT).to(tl.float32)
+    y = (y * inverse * partner_gain).to(KEPT).to(tl.float32)
     return (x * cos + y * sin).to(KEPT).to(tl.float32)
 
 
