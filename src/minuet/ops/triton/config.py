@@ -40,6 +40,7 @@ class Tiling:
         early: programs of the second product may start when all of the first have.
         shared_parts: programs that divide the input channels of a piece of the shared expert.
         ahead: programs of the second product read their first weights before they wait.
+        by_tile: programs of the second product wait for their tile, not for the first product.
         next: the kernel after the second product may start when all programs of that have.
     """
 
@@ -50,6 +51,7 @@ class Tiling:
     early: bool = False
     shared_parts: int = 1
     ahead: bool = False
+    by_tile: bool = False
     next: bool = False
 
 
@@ -208,7 +210,15 @@ _INTERPRETER = replace(
     terms=False,
     interpreted=True,
     tilings=(
-        Tiling(16, 16, Product(16, 16, 1, 1), Product(16, 16, 1, 1), shared_parts=3, ahead=True),
+        Tiling(
+            16,
+            16,
+            Product(16, 16, 1, 1),
+            Product(16, 16, 1, 1),
+            shared_parts=3,
+            ahead=True,
+            by_tile=True,
+        ),
         Tiling(64, 16, Product(16, 64, 1, 1), Product(32, 64, 1, 1)),
         Tiling(MANY, 32, Product(32, 32, 1, 1), Product(32, 32, 1, 1)),
     ),

@@ -314,14 +314,19 @@ def expert_launches(
             out_ptr=values,
             NEXT=tiling.next,
         )
-        launches += [_first(up, tiling, routed, target), _second(down, tiling, tiles, target)]
+        one, other = _first(up, tiling, routed, target), _second(down, tiling, tiles, target)
+        count = int(triton.cdiv(width, one.args["N"])) if tiling.by_tile and len(shapes) == 1 else 0
+        ready = dict(ready_ptr=routing.flags[-tiles:] if count else routing.flags, READY=count)
+        launches += [replace(made, args={**made.args, **ready}) for made in (one, other)]
     return tuple(launches)
 
 
 def num_flags(num_tokens: int, experts: Experts, tiling: Tiling) -> int:
-    """Zeros that the first product needs: one per partial sum of the shared expert."""
-    pieces = triton.cdiv(experts.shared_down.shape[1], tiling.up.n)
-    return (tiling.shared_parts - 1) * int(triton.cdiv(num_tokens, tiling.rows)) * int(pieces)
+    """Zeros that the products need: per partial sum of the shared expert, and per tile."""
+    shared = int(triton.cdiv(num_tokens, tiling.rows))
+    pieces = int(triton.cdiv(experts.shared_down.shape[1], tiling.up.n))
+    sums = (tiling.shared_parts - 1) * shared * pieces
+    return sums + tiling.by_tile * (shared + capacity(num_tokens, experts, tiling.rows))
 
 
 def _first(args: dict[str, Any], tiling: Tiling, routed: int, target: Target) -> Launch:

@@ -75,7 +75,9 @@ def take(gate, up, valid, slot, parts_ptr, flags_ptr, N: tl.constexpr, M: tl.con
     return gate, up
 
 
-@triton.jit(do_not_specialize=["num_tokens", "shared_tiles"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "shared_tiles"], do_not_specialize_on_alignment=["ready_ptr"]
+)
 def experts_up(
     x_ptr,  # [T, H]
     gate_up_ptr,  # [E, 2 * I, H]
@@ -83,6 +85,7 @@ def experts_up(
     out_ptr,  # [tiles, M, I]
     parts_ptr,  # [SHARED, pieces of shared tiles, 2, N, M] FP32: partial sums of gate, of up
     flags_ptr,  # [...] int32 zeros, one per slot of parts_ptr
+    ready_ptr,  # [tiles] int32 zeros; READY: finished pieces of a tile
     tiles_ptr,  # [routed tiles] int32
     rows_ptr,  # [routed tiles, M] int32
     num_tokens,
@@ -91,7 +94,7 @@ def experts_up(
     limit,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, SHARED: tl.constexpr, OPERAND: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr, READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``act(gate, up)`` of N channels of a tile; an expert's weights are read once per tile.
 
@@ -150,37 +153,48 @@ def experts_up(
         at = out_ptr + out[None, :] * I + n[:, None]
         mask = valid[None, :] & (n < I)[:, None] & (part == SHARED - 1)
         tl.store(at, inner.to(out_ptr.dtype.element_ty), mask=mask)
+        if READY:
+            tl.debug_barrier()  # the count is one thread's, the result is everyone's
+            done = 1
+            if SHARED > 1:
+                done = (part == SHARED - 1).to(tl.int32)
+            tl.atomic_add(ready_ptr + tile, done, sem="release")
     if not EARLY:
         let_next_start(PDL)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "shared_tiles"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "shared_tiles"], do_not_specialize_on_alignment=["ready_ptr"]
+)
 def experts_down(
     x_ptr,  # [tiles, M, I]
     down_ptr,  # [E, H, I]
     shared_ptr,  # [H, I]
     out_ptr,  # [T, SLOTS, H]
+    ready_ptr,  # [tiles] int32: READY: finished pieces of a tile of the first product
     tiles_ptr,
     rows_ptr,
     num_tokens,
     shared_tiles,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, READY: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N channels of a tile's results, each row to its token and slot; summing them up is later.
 
-    AHEAD: the first C channels of weights are read before the wait. The list of tiles is older than
-    the first product, whose programs waited for it before they let this one start; it is read
-    past L1.
+    The list of tiles is older than the first product, whose programs waited for it before they let
+    this one start, so it is read before the wait, past L1. AHEAD: so are the first C channels of
+    weights. READY: a program waits for the READY pieces of its own tile, all of which run by then,
+    and for the rest of the first product when it is done.
     """
     tiles_n: tl.constexpr = (H + N - 1) // N
     tile = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
-    if AHEAD:
+    if AHEAD or READY:
         is_routed = tile >= shared_tiles
         at = tiles_ptr + tl.maximum(tile - shared_tiles, 0)
         early = tl.load(at, mask=is_routed, other=0, cache_modifier=".cg")
+    if AHEAD:
         early_ptr = down_ptr + tl.maximum(early, 0).to(tl.int64) * (H * I)
         ahead_at = tl.where(is_routed, early_ptr, shared_ptr) + n[:, None] * I
         ahead_channel = tl.arange(0, C)
@@ -188,7 +202,13 @@ def experts_down(
             ahead_at + ahead_channel[None, :],
             mask=(early >= 0) & (n < H)[:, None] & (ahead_channel < I)[None, :], other=0.0,
         )  # fmt: skip
-    wait_for_previous(PDL)
+    if READY:
+        if early >= 0:
+            while tl.load(ready_ptr + tile, volatile=True) < READY:
+                pass
+            tl.atomic_add(ready_ptr + tile, 0, sem="acquire")
+    else:
+        wait_for_previous(PDL)
     if NEXT:
         let_next_start(PDL)
     expert, rows = tile_of(tile, tiles_ptr, rows_ptr, num_tokens, shared_tiles, K, SLOTS, M)
@@ -209,5 +229,7 @@ def experts_down(
         out_at = out_ptr + tl.maximum(rows, 0).to(tl.int64)[None, :] * H + n[:, None]
         mask = valid[None, :] & (n < H)[:, None]
         tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
+    if READY:
+        wait_for_previous(PDL)
     if not NEXT:
         let_next_start(PDL)
