@@ -241,7 +241,7 @@ def attend_blocks(
     table_ptr += sequence * stride_table
     num_blocks = tl.maximum(tl.cdiv(visible, PAGE), 0)
     block = tl.arange(0, FEW)
-    pages = tl.load(table_ptr + block, mask=block < num_blocks, other=0)
+    near_pages = tl.load(table_ptr + block, mask=block < num_blocks, other=0)
     wait_for_previous(PDL)
     if EARLY:
         let_next_start(PDL)
@@ -254,7 +254,7 @@ def attend_blocks(
         chosen = tl.minimum(num_blocks, TOP)
         first = part * chosen // PARTS
         blocks, pages = choose_blocks(
-            orders_ptr, table_ptr, pages, num_blocks, first,
+            orders_ptr, table_ptr, near_pages, num_blocks, first,
             TOP, TOP_PAD, MINE, MOST, FEW, STEP, MANY,
         )  # fmt: skip
         end = (part + 1) * chosen // PARTS - first

@@ -144,7 +144,7 @@ def rank_long(
 def choose_blocks(
     orders_ptr,  # [num_blocks] int32, of score_blocks
     table_ptr,  # [pages] int32
-    pages,  # [FEW] the first of them
+    near_pages,  # [FEW] the first of them
     num_blocks,
     first,
     TOP: tl.constexpr,
@@ -168,11 +168,11 @@ def choose_blocks(
         rank = rank_all(orders_ptr, num_blocks, FEW, STEP)
         is_mine = (rank[None, :] == mine[:, None]) & (block < num_blocks)[None, :]
         blocks = tl.sum(tl.where(is_mine, block[None, :] + 1, 0), 1) - 1
-        pages = tl.sum(tl.where(is_mine, pages[None, :], 0), 1)
+        pages = tl.sum(tl.where(is_mine, near_pages[None, :], 0), 1)
     else:
         best = rank_long(orders_ptr, num_blocks, TOP, TOP_PAD, MOST, MANY)
-        is_mine = tl.arange(0, TOP_PAD)[None, :] == mine[:, None]
-        blocks = tl.sum(tl.where(is_mine, best[None, :] + 1, 0), 1) - 1
+        listed = tl.arange(0, TOP_PAD)[None, :] == mine[:, None]
+        blocks = tl.sum(tl.where(listed, best[None, :] + 1, 0), 1) - 1
         pages = tl.load(table_ptr + blocks, mask=blocks >= 0, other=0)
     blocks = tl.where(mine < TOP, blocks, -1)
     return blocks, pages
