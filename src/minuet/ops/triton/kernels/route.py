@@ -131,15 +131,18 @@ def choose(
     # of the k-th best, in column k; a loop, because its code is cold in a step
     chosen = tl.full((BM, E_PAD), -1, tl.int32)
     weight = tl.zeros((BM, E_PAD), tl.float32)
+    total = tl.zeros((BM,), tl.float32)  # best first: a sum across threads would depend on BM
     for k in range(K):
         best = tl.max(key, 1)
         index = tl.min(tl.where(key == best[:, None], expert, E_PAD), 1)
         picked = expert == index[:, None]
-        value = tl.max(tl.where(picked, score.to(tl.int32, bitcast=True), 0), 1)  # none is negative
+        bits = tl.where(picked, score.to(tl.int32, bitcast=True), 0)  # no score is negative
+        value = tl.max(bits, 1).to(tl.float32, bitcast=True)
+        total += value
         key = tl.where(picked, lowest, key)
         chosen = tl.where(expert == k, index[:, None], chosen)
-        weight = tl.where(expert == k, value.to(tl.float32, bitcast=True)[:, None], weight)
-    shares = weight / tl.sum(weight, 1)[:, None] * routed_scale
+        weight = tl.where(expert == k, value[:, None], weight)
+    shares = weight / total[:, None] * routed_scale
     kept = (row < num_tokens)[:, None] & (expert < K)
     tl.store(shares_ptr + row.to(tl.int64)[:, None] * K + expert, shares, mask=kept)
     chosen = tl.where(kept, chosen, -1)
