@@ -3,7 +3,12 @@
 import triton
 import triton.language as tl
 
-from minuet.ops.triton.kernels.common import let_next_start, load_product, wait_for_previous
+from minuet.ops.triton.kernels.common import (
+    let_next_start,
+    load_product,
+    loads_under_way,
+    wait_for_previous,
+)
 
 
 @triton.jit
@@ -40,23 +45,28 @@ def add_norm(
     channel = tl.arange(0, BLOCK)
     inside = channel < H
     gain = 1.0 + tl.load(weight_ptr + channel, mask=inside, other=0.0)  # nobody writes weights
-    wait_for_previous(PDL)
     let_next_start(PDL)  # few programs, and weights that the next kernel may load meanwhile
+    wait_for_previous(PDL)
     x = tl.load(residual_ptr + row * H + channel, mask=inside, other=0.0)
     kept = x.dtype
     if PARTS:
-        delta = tl.zeros((BLOCK,), tl.float32)
+        values, shares = (), ()
         for part in tl.static_range(PARTS):
             at = delta_ptr + (row * PARTS + part) * H + channel
-            value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            values += (tl.load(at, mask=inside, other=0.0),)
+        for part in tl.static_range(K):
+            shares += (tl.load(shares_ptr + row * K + part),)
+        loads_under_way(PDL)
+        delta = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(PARTS):
             if part < K:
-                delta += tl.load(shares_ptr + row * K + part) * value
+                delta += shares[part] * values[part].to(tl.float32)
             else:
-                delta += value
+                delta += values[part].to(tl.float32)
         delta = delta.to(kept)
     else:
         at = delta_ptr + row * H + channel
-        delta = load_product(at, num_tokens * H, inside, SUMS, kept)
+        delta = load_product(at, num_tokens * H, inside, SUMS, kept, PDL)
     x = (x.to(tl.float32) + delta.to(tl.float32)).to(kept)
     tl.store(sum_ptr + row * H + channel, x, mask=inside)
     x32 = x.to(tl.float32)
@@ -81,6 +91,6 @@ def gate(
     wait_for_previous(PDL)
     at, stride_part = gate_up_ptr + row * 2 * I + channel, num_tokens * 2 * I
     kept: tl.constexpr = out_ptr.dtype.element_ty
-    gate = load_product(at, stride_part, inside, SUMS, kept)
-    up = load_product(at + I, stride_part, inside, SUMS, kept)
+    gate = load_product(at, stride_part, inside, SUMS, kept, PDL)
+    up = load_product(at + I, stride_part, inside, SUMS, kept, PDL)
     tl.store(out_ptr + row * I + channel, swiglu(gate, up, alpha, limit).to(kept), mask=inside)

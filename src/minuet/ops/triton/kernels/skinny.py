@@ -60,8 +60,8 @@ def add_parts(
 ):  # fmt: skip
     """The sum of the parts, in their order."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    let_next_start(PDL)
     wait_for_previous(PDL)
     kept: tl.constexpr = out_ptr.dtype.element_ty
-    total = load_product(parts_ptr + at, size, at < size, PARTS, kept)
+    total = load_product(parts_ptr + at, size, at < size, PARTS, kept, PDL)
     tl.store(out_ptr + at, total.to(kept), mask=at < size)
-    let_next_start(PDL)

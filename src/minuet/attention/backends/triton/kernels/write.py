@@ -10,6 +10,7 @@ from minuet.ops.triton.kernels.common import let_next_start, load_product, wait_
 def norm_rope(
     x_ptr, stride_part, weight_ptr, cos_ptr, sin_ptr, mask, eps,
     D: tl.constexpr, HALF: tl.constexpr, SUMS: tl.constexpr, KEPT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """[HB, D] heads at ``x_ptr`` [HB, 1]: Gemma norm, cast, rotation of 2 * HALF channels, cast.
 
@@ -25,8 +26,8 @@ def norm_rope(
     cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0)[None, :]
     sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0)[None, :]
     sin = tl.where((channel < HALF)[None, :], -sin, sin)
-    x = load_product(x_ptr + channel[None, :], stride_part, mask, SUMS, KEPT)
-    y = load_product(x_ptr + partner[None, :], stride_part, mask, SUMS, KEPT)
+    x = load_product(x_ptr + channel[None, :], stride_part, mask, SUMS, KEPT, PDL)
+    y = load_product(x_ptr + partner[None, :], stride_part, mask, SUMS, KEPT, PDL)
     inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     x = (x * inverse * gain).to(KEPT).to(tl.float32)
     y = (y * inverse * partner_gain).to(KEPT).to(tl.float32)
@@ -101,14 +102,14 @@ def write_step(
     if lane == 0:
         k = norm_rope(
             packed_ptr + H * D + kv_head[:, None] * D, stride_part, k_norm_ptr, cos_ptr, sin_ptr,
-            kv_head[:, None] < K, eps, D, HALF, SUMS, KEPT,
+            kv_head[:, None] < K, eps, D, HALF, SUMS, KEPT, PDL,
         )  # fmt: skip
         k_at = k_ptr + page * stride_k_page + within * stride_k_token + kv_head * stride_k_head
         k_scale_at = k_scale_ptr + page * stride_scale_page + within + kv_head * stride_scale_head
         store_lane(k, k_at[:, None], k_scale_at, kept, MAX, SCALED, SCALED, D)
     elif lane == 1:
         from_ptr = packed_ptr + (H + K) * D + kv_head[:, None] * D + tl.arange(0, D)[None, :]
-        v = load_product(from_ptr, stride_part, kv_head[:, None] < K, SUMS, KEPT)
+        v = load_product(from_ptr, stride_part, kv_head[:, None] < K, SUMS, KEPT, PDL)
         v_at = v_ptr + page * stride_v_page + within * stride_v_token + kv_head * stride_v_head
         v_scale_at = v_scale_ptr + page * stride_scale_page + within + kv_head * stride_scale_head
         store_lane(v, v_at[:, None], v_scale_at, kept, MAX, SCALED, SCALED, D)
@@ -116,7 +117,7 @@ def write_step(
         q_head = (lane - 2) * Q_HEADS + tl.arange(0, Q_HEADS)[:, None]
         q = norm_rope(
             packed_ptr + q_head * D, stride_part, q_norm_ptr, cos_ptr, sin_ptr,
-            q_head < H, eps, D, HALF, SUMS, KEPT,
+            q_head < H, eps, D, HALF, SUMS, KEPT, PDL,
         )  # fmt: skip
         q_at = q_out_ptr + (token * H + q_head) * D + tl.arange(0, D)[None, :]
         tl.store(q_at, q.to(KEPT), mask=q_head < H)
@@ -124,7 +125,7 @@ def write_step(
         index_head = kv_head[:, None]
         index_q = norm_rope(
             packed_ptr + (H + 2 * K) * D + index_head * I, stride_part, index_q_norm_ptr,
-            cos_ptr, sin_ptr, index_head < K, eps, I, HALF, SUMS, KEPT,
+            cos_ptr, sin_ptr, index_head < K, eps, I, HALF, SUMS, KEPT, PDL,
         )  # fmt: skip
         index_q_at = index_q_out_ptr + (token * K + index_head) * I + tl.arange(0, I)[None, :]
         tl.store(index_q_at, index_q.to(KEPT), mask=index_head < K)
@@ -132,7 +133,7 @@ def write_step(
         one = tl.arange(0, 1)
         index_k = norm_rope(
             packed_ptr + (H + 2 * K) * D + K * I + one[:, None] * I, stride_part, index_k_norm_ptr,
-            cos_ptr, sin_ptr, one[:, None] < 1, eps, I, HALF, SUMS, KEPT,
+            cos_ptr, sin_ptr, one[:, None] < 1, eps, I, HALF, SUMS, KEPT, PDL,
         )  # fmt: skip
         index_at = index_k_ptr + page * stride_index_page + within * stride_index_token + one
         store_lane(
