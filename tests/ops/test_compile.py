@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 
 from minuet.platform.arch import get
 from tests.attention.triton_compile import compile_launch
-from tests.ops.triton_compile import launches
+from tests.ops.triton_compile import TOP, launches
 
 pytestmark = pytest.mark.compile
 
@@ -61,3 +61,11 @@ def test_a_projection_loads_its_first_weights_before_it_waits():
     assert "PREEXIT" in before, "the next kernel may start as soon as they are there"
     assert "LDGSTS" not in before
     assert "LDGSTS" in after
+
+
+def test_a_norm_issues_all_its_loads_before_it_needs_the_first():
+    found = compile_launch(launches("sm90", 4)["add_norm_parts"], "sm90")
+    _, _, waited = found.assembly.partition("ACQBULK")
+    loads, _, sums = waited.partition("PREEXIT")
+    assert loads.count("LDG.E") >= 1 + (TOP + 1) + TOP  # residual, results, shares
+    assert "LDG.E" not in sums
