@@ -40,6 +40,7 @@ def shapes(arch: str) -> dict[str, Shape]:
         "fp8-q8": Shape(fp8, query_len=8),
         "bf16-q4": Shape(DType.BF16, query_len=4),
         "fp8-kv8-dim64-page64": Shape(fp8, heads=32, kv_heads=8, dim=64, page=64),
+        "bf16-long": Shape(DType.BF16, seqs=4, length=1 << 20),  # every way of ranking
     }
 
 
@@ -55,6 +56,7 @@ CHOSEN = [
     ),
     ("sm90", "fp8-q8", "attend_dense"),
     ("sm90", "bf16-q4", "attend_dense"),
+    *(("sm90", "bf16-long", name) for name in ("attend_blocks", "list_blocks")),
     ("sm90", "fp8-kv8-dim64-page64", "attend_dense"),
     *(
         (arch, label, name)

@@ -157,6 +157,7 @@ class Shape:
     query_len: int = 1
     seqs: int = 16
     top: int = 16
+    length: int = 8192
 
 
 def fp8_of(arch: str) -> DType:
@@ -173,7 +174,7 @@ def launches(shape: Shape, arch: str) -> dict[str, Launch]:
     selection = Selection(shape.top, 0, 1)
     sizes = step.StepShape(
         page_size=shape.page, num_kv_heads=shape.kv_heads, group=group, max_seqs=shape.seqs,
-        max_tokens=tokens, max_length=8192, query_len=shape.query_len,
+        max_tokens=tokens, max_length=shape.length, query_len=shape.query_len,
         compute_units=get(arch).compute_units,
     )  # fmt: skip
     q, index_q = _empty(tokens, shape.heads, shape.dim), _empty(tokens, shape.kv_heads, 128)
@@ -191,7 +192,7 @@ def launches(shape: Shape, arch: str) -> dict[str, Launch]:
     plan = _plan(sizes, target, shape.query_len)
     dense, merge = attending.attend_launches(q, q, cache, plan, None, 0.1)
     made |= {"attend_dense": dense, "merge_parts": merge}
-    orders = _empty(shape.kv_heads, tokens, 64, dtype=torch.int32)
+    orders = _empty(shape.kv_heads, tokens, -(-shape.length // shape.page), dtype=torch.int32)
     scores = selecting.Scores(orders, selection)
     made["score_blocks"] = selecting.score_launch(index_q, cache, plan, scores)
     made["attend_blocks"] = next(attending.attend_launches(q, q, cache, plan, scores, 0.1))
