@@ -358,10 +358,12 @@ def check_add_norm_of_parts(bench: Bench) -> None:
 def check_rows_alone(bench: Bench, tokens: tuple[int, ...] = (1, 17, 65)) -> None:
     """Batch-invariant: a row's result is the same to the bit alone and among others."""
     assert bench.ops.batch_invariant
-    experts, x = make_experts(bench, SMALL), bench.random(max(tokens), 64)
-    whole = moe_sum(bench.ops, x, experts)
-    for count in tokens:
-        assert torch.equal(moe_sum(bench.ops, x[-count:].contiguous(), experts), whole[-count:])
+    for sizes in (SMALL, Sizes(experts=16, top_k=4)):
+        experts, x = make_experts(bench, sizes), bench.random(max(tokens), sizes.hidden)
+        whole = moe_sum(bench.ops, x, experts)
+        for count in tokens:
+            alone = moe_sum(bench.ops, x[-count:].contiguous(), experts)
+            assert torch.equal(alone, whole[-count:])
 
 
 def checks(bench: Bench, invariant: Bench, module) -> dict[str, Callable[[], None]]:

@@ -21,6 +21,7 @@ STEPS = [
         ("sm90", 4, name)
         for name in (*FEW, "project_part", "add_parts", "add_norm", "gate", "embed")
     ),
+    *(("sm90", 16, name) for name in ("router_logits_few", "route_step", "experts_up")),
     *(("sm90", 64, name) for name in ("router_logits", "route_tokens", "route_place")),
     *(("sm90", 8192, name) for name in MANY),
     *(

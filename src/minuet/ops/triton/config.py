@@ -39,9 +39,7 @@ class Tiling:
         down: second product.
         early: programs of the second product may start when all of the first have.
         shared_parts: programs that divide the input channels of a piece of the shared expert.
-        ahead: programs of the second product read their first weights before they wait.
         by_tile: programs of the second product wait for their tile, not for the first product.
-        next: the kernel after the second product may start when all programs of that have.
     """
 
     upto: int
@@ -50,9 +48,7 @@ class Tiling:
     down: Product
     early: bool = False
     shared_parts: int = 1
-    ahead: bool = False
     by_tile: bool = False
-    next: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +144,10 @@ class Target:
 
 
 _ONE = Tiling(1, 16, Product(32, 256, 2, 4), Product(64, 64, 4, 3), early=True)
+_FOUR = Tiling(
+    4, 16, Product(64, 64, 4, 5), Product(64, 128, 4, 3), early=True, shared_parts=4, by_tile=True
+)
+_SIXTEEN = replace(_FOUR, upto=16, up=Product(32, 256, 2, 3))
 _FEW = Tiling(64, 16, Product(32, 256, 2, 3), Product(128, 128, 8, 3), early=True)
 _SOME = Tiling(512, 32, Product(128, 128, 8, 3), Product(128, 64, 4, 3))
 _MORE = Tiling(1024, 64, Product(64, 64, 4, 4), Product(128, 64, 4, 3))
@@ -155,11 +155,11 @@ _LOTS = Tiling(MANY, 128, Product(128, 64, 8, 4), Product(128, 64, 8, 3))
 
 _NVIDIA = Target(
     pdl=True,
-    tilings=(_ONE, _FEW, _SOME, _MORE, _LOTS),
+    tilings=(_ONE, _FOUR, _SIXTEEN, _FEW, _SOME, _MORE, _LOTS),
     invariant=Tiling(MANY, 64, Product(64, 64, 4, 4), Product(128, 64, 4, 3)),
     routers=(
-        Router(4, 4, 4, 1024, 0, 4, 1),
-        Router(16, 4, 8, 1024, 0, 4, 1),
+        Router(4, 4, 4, 2048, 0, 4, 1),
+        Router(16, 16, 8, 1024, 0, 8, 1),
         Router(64, 16, 32, 128, 8, 4, 3),
         Router(2048, 64, 64, 64, 8, 8, 3),
         Router(MANY, 128, 64, 64, 1, 8, 3),
@@ -176,7 +176,7 @@ _NVIDIA = Target(
         Projection(8, 8, Product(64, 128, 4, 3), 384, ahead=512),
         Projection(16, 16, Product(64, 128, 4, 4), 256),
     ),
-    row_warps=16,
+    row_warps=32,
 )
 _SM80 = replace(_NVIDIA, pdl=False)
 
@@ -216,7 +216,6 @@ _INTERPRETER = replace(
             Product(16, 16, 1, 1),
             Product(16, 16, 1, 1),
             shared_parts=3,
-            ahead=True,
             by_tile=True,
         ),
         Tiling(64, 16, Product(16, 64, 1, 1), Product(32, 64, 1, 1)),

@@ -164,7 +164,7 @@ def route_launches(
         capacity=routing.tiles.shape[0],
         SLOTS=experts.top_k + 1,
         TILE=routing.rows.shape[1],
-        FLAGS=routing.flags.shape[0],
+        num_flags=routing.flags.shape[0],
     )
     return scores, Launch(route_kernels.route_step, (1,), args, options_of(target, sorting.warps))
 
@@ -228,7 +228,7 @@ def _sort_launches(
         flags_ptr=routing.flags,
         capacity=tiles,
         TILE=tile,
-        FLAGS=routing.flags.shape[0],
+        num_flags=routing.flags.shape[0],
     )
     options = options_of(target, sorting.place_warps)
     chooser = Launch(
@@ -312,12 +312,15 @@ def expert_launches(
             down_ptr=experts.down,
             shared_ptr=experts.shared_down,
             out_ptr=values,
-            NEXT=tiling.next,
         )
-        one, other = _first(up, tiling, routed, target), _second(down, tiling, tiles, target)
-        count = int(triton.cdiv(width, one.args["N"])) if tiling.by_tile and len(shapes) == 1 else 0
-        ready = dict(ready_ptr=routing.flags[-tiles:] if count else routing.flags, READY=count)
-        launches += [replace(made, args={**made.args, **ready}) for made in (one, other)]
+        first = _first(up, tiling, routed, target)
+        sizes = (tiles, x.shape[1], width)
+        second = product_launch(expert_kernels.experts_down, down, tiling.down, sizes, target)
+        ready = dict(ready_ptr=routing.flags, READY=0)
+        if tiling.by_tile and len(shapes) == 1:
+            pieces = int(triton.cdiv(width, first.args["N"]))
+            ready = dict(ready_ptr=routing.flags[-tiles:], READY=pieces)
+        launches += [replace(made, args={**made.args, **ready}) for made in (first, second)]
     return tuple(launches)
 
 
@@ -342,11 +345,3 @@ def _first(args: dict[str, Any], tiling: Tiling, routed: int, target: Target) ->
         shape = (parts - 1, pieces, 2, n, tiling.rows)
         sums = torch.empty(shape, device=args["x_ptr"].device)
     return replace(made, args={**made.args, "parts_ptr": sums, "SHARED": parts})
-
-
-def _second(args: dict[str, Any], tiling: Tiling, tiles: int, target: Target) -> Launch:
-    """The launch of the second product."""
-    sizes = (tiles, args["H"], args["I"])
-    made = product_launch(expert_kernels.experts_down, args, tiling.down, sizes, target)
-    ahead = tiling.ahead and args["I"] > made.args["C"]
-    return replace(made, args={**made.args, "AHEAD": ahead})

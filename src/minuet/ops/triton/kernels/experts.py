@@ -178,39 +178,27 @@ def experts_down(
     shared_tiles,
     H: tl.constexpr, I: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, READY: tl.constexpr, NEXT: tl.constexpr, PDL: tl.constexpr,
+    READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N channels of a tile's results, each row to its token and slot; summing them up is later.
 
-    The list of tiles is older than the first product, whose programs waited for it before they let
-    this one start, so it is read before the wait, past L1. AHEAD: so are the first C channels of
-    weights. READY: a program waits for the READY pieces of its own tile, all of which run by then,
-    and for the rest of the first product when it is done.
+    READY: a program waits for the READY pieces of its own tile, all of which run by the time that
+    it starts, and at its end for the rest of the first product. The list of tiles is older than the
+    first product, whose programs waited for it before they let this one start; until then it is
+    read past L1.
     """
     tiles_n: tl.constexpr = (H + N - 1) // N
     tile = tl.program_id(0) // tiles_n
     n = tl.program_id(0) % tiles_n * N + tl.arange(0, N)
-    if AHEAD or READY:
-        is_routed = tile >= shared_tiles
-        at = tiles_ptr + tl.maximum(tile - shared_tiles, 0)
-        early = tl.load(at, mask=is_routed, other=0, cache_modifier=".cg")
-    if AHEAD:
-        early_ptr = down_ptr + tl.maximum(early, 0).to(tl.int64) * (H * I)
-        ahead_at = tl.where(is_routed, early_ptr, shared_ptr) + n[:, None] * I
-        ahead_channel = tl.arange(0, C)
-        ahead = tl.load(
-            ahead_at + ahead_channel[None, :],
-            mask=(early >= 0) & (n < H)[:, None] & (ahead_channel < I)[None, :], other=0.0,
-        )  # fmt: skip
     if READY:
-        if early >= 0:
+        at = tiles_ptr + tl.maximum(tile - shared_tiles, 0)
+        if tl.load(at, mask=tile >= shared_tiles, other=0, cache_modifier=".cg") >= 0:
             while tl.load(ready_ptr + tile, volatile=True) < READY:
                 pass
             tl.atomic_add(ready_ptr + tile, 0, sem="acquire")
+        let_next_start(PDL)
     else:
         wait_for_previous(PDL)
-    if NEXT:
-        let_next_start(PDL)
     expert, rows = tile_of(tile, tiles_ptr, rows_ptr, num_tokens, shared_tiles, K, SLOTS, M)
     if expert >= 0:
         routed_ptr = down_ptr + expert.to(tl.int64) * (H * I)
@@ -218,10 +206,7 @@ def experts_down(
         valid = rows >= 0
         x_at = x_ptr + (tile.to(tl.int64) * M + tl.arange(0, M))[None, :] * I
         total = tl.zeros((N, M), tl.float32)
-        if AHEAD:
-            ahead_x = load_rows(x_at, ahead_channel, valid, I, C).to(OPERAND)
-            total = tl.dot(ahead.to(OPERAND), ahead_x, total)
-        for k in tl.range(C if AHEAD else 0, I, C, num_stages=STAGES):
+        for k in tl.range(0, I, C, num_stages=STAGES):
             channel = k + tl.arange(0, C)
             x = load_rows(x_at, channel, valid, I, C).to(OPERAND)
             weights = load_weights(weights_at, channel, n, I, H, N, C).to(OPERAND)
@@ -231,5 +216,5 @@ def experts_down(
         tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=mask)
     if READY:
         wait_for_previous(PDL)
-    if not NEXT:
+    else:
         let_next_start(PDL)

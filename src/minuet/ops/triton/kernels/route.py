@@ -244,20 +244,21 @@ def lay_out(
     return first * TILE
 
 
-@triton.jit(do_not_specialize=["num_tokens", "capacity"])
+@triton.jit(do_not_specialize=["num_tokens", "capacity", "num_flags"])
 def route_step(
     logits_ptr,  # [S, T, E] FP32
     bias_ptr,  # [E] FP32
     shares_ptr,  # [T, K] FP32
     tiles_ptr,  # [capacity] int32: expert of each tile, -1: unused
     rows_ptr,  # [capacity, TILE] int32: token * SLOTS + k, -1: none
-    flags_ptr,  # [FLAGS] int32: zeros for the first product
+    flags_ptr,  # [num_flags] int32: zeros for the products
     num_tokens,
     capacity,
+    num_flags,
     routed_scale,
     E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
     SLOTS: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, TILE: tl.constexpr,
-    FLAGS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """All of a small step (at most BM tokens) in one program.
 
@@ -268,7 +269,7 @@ def route_step(
     bias = load_bias(bias_ptr, E, E_PAD)
     fill(tiles_ptr, capacity, -1, E_PAD)
     fill(rows_ptr, capacity * TILE, -1, E_PAD)
-    fill(flags_ptr, FLAGS, 0, E_PAD)
+    fill(flags_ptr, num_flags, 0, E_PAD)
     wait_for_previous(PDL)
     row = tl.arange(0, BM)
     chosen = choose(
@@ -306,20 +307,21 @@ def route_tokens(
     let_next_start(PDL)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "capacity"])
+@triton.jit(do_not_specialize=["num_tokens", "capacity", "num_flags"])
 def route_place(
     chosen_ptr,  # [T, K] int32
     tiles_ptr,  # [capacity] int32
     rows_ptr,  # [capacity, TILE] int32
-    flags_ptr,  # [FLAGS] int32
+    flags_ptr,  # [num_flags] int32
     num_tokens,
     capacity,
+    num_flags,
     K: tl.constexpr, K_PAD: tl.constexpr, SLOTS: tl.constexpr, E_PAD: tl.constexpr,
-    BM: tl.constexpr, TILE: tl.constexpr, FLAGS: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Second and last launch of a step of at most BM tokens: one program lays out and places."""
     let_next_start(PDL)
-    fill(flags_ptr, FLAGS, 0, E_PAD)
+    fill(flags_ptr, num_flags, 0, E_PAD)
     wait_for_previous(PDL)
     row, slot = tl.arange(0, BM), tl.arange(0, K_PAD)
     kept = (row < num_tokens)[:, None] & (slot < K)[None, :]
@@ -330,21 +332,22 @@ def route_place(
     place(chosen, picked, first, row, rows_ptr, K, K_PAD, SLOTS, E_PAD)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "capacity", "longest"])
+@triton.jit(do_not_specialize=["num_tiles", "capacity", "longest", "num_flags"])
 def route_layout(
     counts_ptr,  # [tiles of tokens, E_PAD] int32; becomes each tile's first row of each expert
     tiles_ptr,  # [capacity] int32
     rows_ptr,  # [capacity, TILE] int32
-    flags_ptr,  # [FLAGS] int32
+    flags_ptr,  # [num_flags] int32
     num_tiles,
     capacity,
+    num_flags,
     longest,
-    E_PAD: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, FLAGS: tl.constexpr,
+    E_PAD: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Second of three, one program: where the rows of each expert, and of each tile in it, lie."""
     wait_for_previous(PDL)
-    fill(flags_ptr, FLAGS, 0, E_PAD)
+    fill(flags_ptr, num_flags, 0, E_PAD)
     expert, within = tl.arange(0, E_PAD), tl.arange(0, AT_ONCE)
     totals = tl.zeros((E_PAD,), tl.int32)
     for start in range(0, num_tiles, AT_ONCE):
