@@ -37,7 +37,7 @@ def write(
 
     Args:
         cache: the layer's lanes; written.
-        packed: [T, (H + 2K) * D + K * I + I], or what adds up to it.
+        packed: [T, (H + 2K) * D + K * I + I] in one piece, or what adds up to it.
         slots: [T] int64; -1 is skipped.
         cos: [T, half] float32.
         sin: [T, half] float32.
