@@ -308,19 +308,12 @@ def expert_launches(
             EARLY=tiling.early,
         )
         down = both | dict(
-            x_ptr=inner,
-            down_ptr=experts.down,
-            shared_ptr=experts.shared_down,
-            out_ptr=values,
+            x_ptr=inner, down_ptr=experts.down, shared_ptr=experts.shared_down, out_ptr=values
         )
         first = _first(up, tiling, routed, target)
         sizes = (tiles, x.shape[1], width)
         second = product_launch(expert_kernels.experts_down, down, tiling.down, sizes, target)
-        ready = dict(ready_ptr=routing.flags, READY=0)
-        if tiling.by_tile and len(shapes) == 1:
-            pieces = int(triton.cdiv(width, first.args["N"]))
-            ready = dict(ready_ptr=routing.flags[-tiles:], READY=pieces)
-        launches += [replace(made, args={**made.args, **ready}) for made in (first, second)]
+        launches += _joined(first, second, tiling.by_tile and len(shapes) == 1)
     return tuple(launches)
 
 
@@ -335,8 +328,7 @@ def num_flags(num_tokens: int, experts: Experts, tiling: Tiling) -> int:
 def _first(args: dict[str, Any], tiling: Tiling, routed: int, target: Target) -> Launch:
     """The launch of the first product: parts of the shared expert, then the ``routed`` tiles."""
     parts = tiling.shared_parts if args["shared_tiles"] else 1
-    tiles = args["shared_tiles"] * parts + routed
-    sizes = (tiles, args["I"], args["H"])
+    sizes = (args["shared_tiles"] * parts + routed, args["I"], args["H"])
     made = product_launch(expert_kernels.experts_up, args, tiling.up, sizes, target)
     sums = args["flags_ptr"]
     if parts > 1:
@@ -345,3 +337,16 @@ def _first(args: dict[str, Any], tiling: Tiling, routed: int, target: Target) ->
         shape = (parts - 1, pieces, 2, n, tiling.rows)
         sums = torch.empty(shape, device=args["x_ptr"].device)
     return replace(made, args={**made.args, "parts_ptr": sums, "SHARED": parts})
+
+
+def _joined(first: Launch, second: Launch, by_tile: bool) -> tuple[Launch, Launch]:
+    """Both products; programs of the second wait for their tile, or for all of the first."""
+    ready, pieces = first.args["flags_ptr"], 0
+    if by_tile:
+        ready = ready[-first.args["out_ptr"].shape[0] :]
+        pieces = int(triton.cdiv(first.args["I"], first.args["N"]))
+    args = dict(ready_ptr=ready, READY=pieces)
+    return (
+        replace(first, args={**first.args, **args}),
+        replace(second, args={**second.args, **args}),
+    )

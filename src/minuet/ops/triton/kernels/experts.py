@@ -83,7 +83,7 @@ def experts_up(
     gate_up_ptr,  # [E, 2 * I, H]
     shared_ptr,  # [2 * I, H]
     out_ptr,  # [tiles, M, I]
-    parts_ptr,  # [SHARED, pieces of shared tiles, 2, N, M] FP32: partial sums of gate, of up
+    parts_ptr,  # [SHARED - 1, pieces of shared tiles, 2, N, M] FP32: sums of gate, of up
     flags_ptr,  # [...] int32 zeros, one per slot of parts_ptr
     ready_ptr,  # [tiles] int32 zeros; READY: finished pieces of a tile
     tiles_ptr,  # [routed tiles] int32
