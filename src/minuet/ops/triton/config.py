@@ -143,9 +143,9 @@ class Target:
     interpreted: bool = False
 
 
-_ONE = Tiling(1, 16, Product(32, 256, 2, 4), Product(64, 64, 4, 3), early=True)
+_ONE = Tiling(1, 16, Product(32, 256, 2, 4), Product(64, 128, 4, 3), early=True, by_tile=True)
 _FOUR = Tiling(
-    4, 16, Product(64, 64, 4, 5), Product(64, 128, 4, 3), early=True, shared_parts=4, by_tile=True
+    4, 16, Product(64, 64, 4, 5), Product(128, 128, 8, 3), early=True, shared_parts=4, by_tile=True
 )
 _SIXTEEN = replace(_FOUR, upto=16, up=Product(32, 256, 2, 3))
 _FEW = Tiling(64, 16, Product(32, 256, 2, 3), Product(128, 128, 8, 3), early=True)
