@@ -74,6 +74,9 @@ class Target:
         prefill_fp8: the same, FP8 cache.
         prefill_vectors: query vectors (tokens x group) of a prefill tile.
         score: block scores, decode.
+        score_few: the same, steps of at most ``few_seqs`` sequences. A program has few blocks, and
+            shared memory that it leaves lets parts of attention start beside it.
+        few_seqs: see there.
         score_parts_per_unit: parts of scoring per compute unit, over all KV heads.
         score_prefill: block scores, many query tokens.
         score_vectors: query vectors (tokens x index heads) of a prefill score tile.
@@ -110,6 +113,7 @@ class Target:
     tiles: Tuning
     tiles_fp8: Tuning
     score: Tuning
+    score_few: Tuning
     score_parts_per_unit: int
     score_prefill: Tuning
     score_vectors: int
@@ -123,6 +127,7 @@ class Target:
         Merge(16, 1, 64, 16, 1, True),
         Merge(MANY, 1, 128, 8, 1, False),
     )
+    few_seqs: int = 4
     few_blocks: int = 256
     rank_step: int = 32
     many_blocks: int = 1024
@@ -152,6 +157,7 @@ _NVIDIA = Target(
     tiles=Tuning(128, 8, 3),
     tiles_fp8=Tuning(128, 8, 2),
     score=Tuning(128, 4, 3),
+    score_few=Tuning(128, 4, 2),
     score_parts_per_unit=3,
     score_prefill=Tuning(128, 8, 2),
     score_vectors=128,
@@ -193,6 +199,7 @@ _GFX9 = Target(
     tiles=Tuning(32, 4, 1),
     tiles_fp8=Tuning(32, 4, 1),
     score=Tuning(128, 4, 2),
+    score_few=Tuning(128, 4, 2),
     score_parts_per_unit=2,
     score_prefill=Tuning(128, 4, 1),
     score_vectors=32,

@@ -130,7 +130,9 @@ def score_launch(
     target, heads = plan.target, index_q.shape[1]
     heads_pad = power_of_2(heads)
     if chunk is None:
-        tuning, items = target.score, plan.tables["score_work"]
+        is_few = plan.shape.max_seqs <= target.few_seqs
+        tuning = target.score_few if is_few else target.score
+        items = plan.tables["score_work"]
         vectors = power_of_2(plan.shape.query_len) * heads_pad
         grid: tuple[int, ...] = (items.shape[0],)
     else:
