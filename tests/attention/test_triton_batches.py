@@ -30,8 +30,10 @@ def plan_of(num_seqs: int, batch_invariant: bool, kv_dtype: DType, max_length: i
     return Planner(sizes, torch.device("cpu"), config.TARGETS["sm90"]).plan(batch, 128)
 
 
-def attention_of(num_seqs: int, batch_invariant: bool, kv_dtype: DType, top: int) -> Launch:
-    """The launch over chosen blocks of a step of ``num_seqs``, on tensors without memory."""
+def attention_of(
+    num_seqs: int, batch_invariant: bool, kv_dtype: DType, top: int
+) -> tuple[Launch, ...]:
+    """The launches over chosen blocks of a step of ``num_seqs``, on tensors without memory."""
     layout = KVLayout(128, 1, 128, kv_dtype, 128, DType.BF16)
     lanes = {
         name: torch.empty((8, *lane.shape), dtype=to_torch(lane.dtype), device="meta")
@@ -40,7 +42,7 @@ def attention_of(num_seqs: int, batch_invariant: bool, kv_dtype: DType, top: int
     plan = plan_of(num_seqs, batch_invariant, kv_dtype)
     q = torch.empty(num_seqs, 16, 128, dtype=torch.bfloat16, device="meta")
     scores = selecting.Scores.room(plan, num_seqs, 1, Selection(top))
-    return next(attending.attend_launches(q, q, LayerCache(layout, lanes), plan, scores, 0.1))
+    return tuple(attending.attend_launches(q, q, LayerCache(layout, lanes), plan, scores, 0.1))
 
 
 def compiled(launch: Launch) -> dict[str, object]:
@@ -52,13 +54,16 @@ def compiled(launch: Launch) -> dict[str, object]:
 @pytest.mark.parametrize("kv_dtype", [DType.BF16, DType.FP8_E4M3FN])
 @pytest.mark.parametrize("top", [2, 4, 16])
 def test_batch_invariant_rows_are_attended_to_by_one_code_in_every_batch(kv_dtype, top):
-    first, *rest = [compiled(attention_of(n, True, kv_dtype, top)) for n in BATCHES]
+    first, *rest = [
+        [compiled(launch) for launch in attention_of(n, True, kv_dtype, top)] for n in BATCHES
+    ]
+    assert len(first) == 2, "attention and the merge of its parts"
     assert all(other == first for other in rest)
 
 
 @pytest.mark.parametrize("num_seqs", BATCHES)
 def test_a_part_lists_as_many_blocks_as_it_attends_to_at_most(num_seqs):
-    args = attention_of(num_seqs, False, DType.BF16, 16).args
+    args = attention_of(num_seqs, False, DType.BF16, 16)[0].args
     parts = args["PARTS"]
     most = max((p + 1) * n // parts - p * n // parts for p in range(parts) for n in range(17))
     assert most <= args["MINE"] < 2 * most

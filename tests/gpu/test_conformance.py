@@ -121,6 +121,30 @@ def test_batch_invariant_rows_do_not_depend_on_their_batch():
         assert torch.equal(alone[0], all_rows[row])
 
 
+@pytest.mark.parametrize("kv_dtype", [DType.BF16, FLAVOUR])
+def test_batch_invariant_rows_of_chosen_blocks_are_the_same_in_every_shape(kv_dtype):
+    lens = (9000, 300, 64, 1000, 2500) * 12
+    case = Case(lens, (1,) * len(lens), kv_dtype=kv_dtype, **M3, **SPARSE)
+    world = moved(build(case), device())
+
+    def attend(rows: int) -> torch.Tensor:
+        batch = replace(
+            world.batch,
+            query_lens=(1,) * rows,
+            seq_lens=lens[:rows],
+            positions=world.batch.positions[:rows],
+            page_table=world.batch.page_table[:rows],
+        )
+        shape = replace(step_shape(case, batch_invariant=True), max_seqs=rows, max_tokens=rows)
+        plan = launch.planner(shape, device(), poisoned_scratch()).plan(batch, 128)
+        chosen = launch.select(world.index_q[:rows], world.cache, plan, case.selection)
+        return launch.attend(world.q[:rows], world.cache, plan, chosen, 0.09).clone()
+
+    every = attend(len(lens))
+    for rows in (1, 4, 5, 17):
+        assert torch.equal(attend(rows), every[:rows])
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e6, 1e12])
 def test_extreme_value_scales(scale):
     case = Case((300, 129), (1, 1), kv_dtype=FLAVOUR, **M3)

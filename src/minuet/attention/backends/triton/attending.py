@@ -16,7 +16,7 @@ from minuet.attention.backends.triton.arguments import (
     scales_of,
     strides_of,
 )
-from minuet.attention.backends.triton.config import Merge, Tuning
+from minuet.attention.backends.triton.config import MANY, Merge, Tuning
 from minuet.attention.backends.triton.kernels import attend as attend_kernels
 from minuet.attention.backends.triton.kernels import tiles as tile_kernels
 from minuet.attention.backends.triton.selecting import Deferred, Scores, ranking_of
@@ -320,6 +320,8 @@ def _merge_launch(
     how: Merge
     if static_parts:
         most = plan.shape.max_tokens * heads  # of the shape, not of the step: nothing recompiles
+        # threads that divide the channels otherwise add parts in another order
+        most = MANY if plan.shape.batch_invariant else most
         how = next(m for m in target.merge_blocks if most <= m.upto)
     else:
         how = next(m for m in target.merge if -(-slots // plan.shape.max_seqs) <= m.upto)
