@@ -29,6 +29,39 @@ def step_rows():
         )
 
 
+BREAKDOWN = {  # kernels: the parts of the bytes that they read
+    ("experts_up", "experts_down"): ("experts", "shared_experts"),
+    ("project_part",): (
+        "lm_head", "attention_qo", "attention_kv", "index_q", "index_k", "dense_mlp",
+    ),
+    ("score_blocks", "attend_blocks", "merge_parts"): ("index keys", "kv sparse"),
+    ("add_norm",): ("norms",),
+    ("router_logits_few", "route_step"): ("router",),
+    ("attend_dense",): ("kv dense",),
+    ("write_step",): (),
+}  # fmt: skip
+
+
+def breakdown_rows():
+    """Of batch 4: what kernels add to the step, and what their bytes need at the arch's rate."""
+    (cell,) = (
+        c
+        for c in record("step")["cells"]
+        if (c["batch_size"], c["context"], c["kv_cache_dtype"]) == (4, 8704, "bfloat16")
+    )
+    us_per_byte = cell["limit_ms"]["arch"] * 1e3 / cell["total_bytes"]
+    layers = sum(cell["layers"].values())
+    for kernels, parts in BREAKDOWN.items():
+        rows = [row for row in cell["kernels"]["rows"] if row["name"] in kernels]
+        adds, needed = sum(r["adds_us"] for r in rows), sum(cell["bytes"][p] for p in parts)
+        needed *= us_per_byte
+        names = ", ".join(f"`{name}`" for name in kernels)
+        yield (
+            f": {names} | {sum(r['launches'] for r in rows):.0f} | {adds:.1f} | {needed:.1f} "
+            f"| {(adds - needed) / layers:.1f} |"
+        )
+
+
 def serve_rows():
     for run in record("serve")["runs"]:
         yield (
@@ -38,7 +71,7 @@ def serve_rows():
         )
 
 
-@pytest.mark.parametrize("row", [*step_rows(), *serve_rows()])
+@pytest.mark.parametrize("row", [*step_rows(), *breakdown_rows(), *serve_rows()])
 def test_every_row_of_the_page_is_in_a_record(row):
     assert row in PAGE
 

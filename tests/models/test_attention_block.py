@@ -1,5 +1,6 @@
 """What an attention block hands to the writer of the cache."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from minuet.attention.contract import LayerKind
 from minuet.attention.runtime import LayerKernels
 from minuet.models.m3.attention import Attention
+from minuet.models.m3.model import Model
 from minuet.ops.sums import Sums, parts_of
 
 
@@ -53,3 +55,30 @@ def test_sums_are_added_in_order_and_rounded_once():
     assert Sums(torch.full((2, 1, 1), -0.0), torch.bfloat16).product().signbit().item() is False
     assert parts_of(sums)[1] == 4
     assert parts_of(lost.product())[1] == 0
+
+
+def test_what_a_block_adds_is_gone_when_the_next_block_runs():
+    """It is as large as the residual stream: a name for it would keep it for another block."""
+    added = []
+
+    def block(*inputs):
+        assert all(before() is None for before in added)
+        delta = torch.zeros(3, 8)
+        added.append(weakref.ref(delta))
+        return delta
+
+    def embed(*inputs):
+        return torch.zeros(3, 8), torch.zeros(3, 8), None, None
+
+    def add_norm(residual, delta, weight, eps):
+        return residual + delta, residual + delta
+
+    model = object.__new__(Model)
+    model.spec = SimpleNamespace(rms_norm_eps=1e-6)
+    model._ops = SimpleNamespace(embed=embed, add_norm=add_norm)
+    model._weights = SimpleNamespace(layers=[SimpleNamespace(post_norm=None)] * 3)
+    model._attention, model.ffn, model._norms = [block] * 3, [block] * 3, [None] * 3
+    model._embedding = None
+    batch = SimpleNamespace(positions=None, slots=None)
+    model.forward(None, batch, SimpleNamespace(layers=[None] * 3), plan=object())
+    assert len(added) == 6

@@ -84,8 +84,13 @@ class Model:
         for weights, attention, ffn, lanes, next_norm in zip(
             self._weights.layers, self._attention, self.ffn, cache.layers, self._norms, strict=True
         ):
-            delta = attention(normed_TW, lanes, batch.slots, cos, sin, plan)
-            hidden_TW, normed_TW = ops.add_norm(hidden_TW, delta, weights.post_norm, eps)
+            # no name for what a block adds: it would live on, as large as the residual stream
+            hidden_TW, normed_TW = ops.add_norm(
+                hidden_TW,
+                attention(normed_TW, lanes, batch.slots, cos, sin, plan),
+                weights.post_norm,
+                eps,
+            )
             hidden_TW, normed_TW = ops.add_norm(hidden_TW, ffn(normed_TW), next_norm, eps)
         return normed_TW
 
