@@ -67,6 +67,15 @@ class Compiled:
         return _nvidia_tool("nvdisasm", "-c", self.kernel.asm["cubin"])
 
     @cached_property
+    def waits_before_it_writes(self) -> bool:
+        """sm90: whether no store or atomic to device memory comes before the wait for a kernel.
+
+        With early starts, memory of a tensor that was freed may still be read until then.
+        """
+        before, waits, _ = self.assembly.partition("ACQBULK")
+        return bool(waits) and not re.search(r"\b(STG|RED|ATOMG?)\b", before)
+
+    @cached_property
     def resources(self) -> dict[str, int]:
         """registers, spill_bytes (stack), shared_bytes, and counts of telling instructions."""
         text = self.assembly

@@ -70,3 +70,25 @@ def test_a_norm_issues_all_its_loads_before_it_needs_the_first():
     loads, _, sums = waited.partition("PREEXIT")
     assert loads.count("LDG.E") >= 1 + (TOP + 1) + TOP  # residual, results, shares
     assert "LDG.E" not in sums
+
+
+# The lists of the routing are written while only the router may still run; programs of the second
+# product by tile are the one kernel that goes by counts of the first.
+WRITES_EARLY = ("route_step", "route_place", "experts_down")
+
+
+@pytest.mark.parametrize("tokens", [4, 64, 8192])
+def test_nothing_else_is_written_before_the_kernels_before_are_done(tokens):
+    for name, made in launches("sm90", tokens).items():
+        if name not in WRITES_EARLY:
+            assert compile_launch(made, "sm90").waits_before_it_writes, name
+
+
+@pytest.mark.parametrize(("tokens", "name"), [(4, "router_logits_few"), (64, "router_logits")])
+def test_the_router_waits_before_it_lets_the_routing_start(tokens, name):
+    """Then the routing may clear its lists, and the shared expert read its tokens, at once."""
+    before, _, after = compile_launch(launches("sm90", tokens)[name], "sm90").assembly.partition(
+        "ACQBULK"
+    )
+    assert "PREEXIT" not in before
+    assert "PREEXIT" in after
