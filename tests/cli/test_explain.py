@@ -3,6 +3,9 @@
 import json
 import re
 import resource
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,15 +55,23 @@ def test_rich_is_imported_for_tables_only():
     assert "rich" not in imported_by(*SERVED, "--json")
 
 
-def test_it_answers_in_half_a_second():
-    def cpu_seconds() -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run(*SERVED).returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def cpu_seconds(run_it: Callable[[], subprocess.CompletedProcess[str]]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run_it().returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # processor time, and the best of a few: neighbours on a shared machine are not our subject
-    assert min(cpu_seconds() for _ in range(5)) < 0.5
+
+def test_it_answers_in_half_a_second_of_a_machine_that_imports_numpy_in_a_seventh():
+    def numpy() -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", "import numpy"]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    # processor time, in turns, and the best of a few: how fast a shared machine is at the moment is
+    # not our subject
+    times = [(cpu_seconds(lambda: run(*SERVED)), cpu_seconds(numpy)) for _ in range(5)]
+    ours, yardstick = (min(column) for column in zip(*times, strict=True))
+    assert ours < max(0.5, 3.5 * yardstick)
 
 
 def test_a_config_file_alone_is_enough(tmp_path, capsys):
