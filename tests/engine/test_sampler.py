@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from minuet.engine import rows as row_data
 from minuet.engine import sampler
+from minuet.engine.runner import prompt_pieces
 from minuet.engine.sampler import (
     NOT_FINITE,
     PromptPiece,
@@ -195,6 +196,23 @@ def test_pieces_of_prompts_are_reported_in_their_order(monkeypatch, piece):
     want = rows.log_softmax(-1)[range(7), ids].tolist()
     assert [r.logprob for r in reports] == pytest.approx(want, abs=1e-6)
     assert [len(r.top) for r in reports] == [2, 2, 2, 0, 2, 2, 2]
+
+
+@pytest.mark.parametrize("most_rows", [1, 2, 4, 5, 6, 99])
+@pytest.mark.parametrize(("start", "count"), [(0, 6), (0, 5), (2, 3), (5, 1)])
+def test_prompts_are_cut_into_pieces_that_hold_every_position_once(start, count, most_rows):
+    asking = Request("r", tuple(range(10, 16)), SamplingParams(prompt_logprobs=2), arrival=0)
+    hidden = torch.arange(start, start + count).unsqueeze(1)
+    share = ScheduledRequest(asking, start, count, samples=False)
+    pieces = prompt_pieces(share, hidden, most_rows, lambda rows: rows)
+    positions = [int(row) for piece in pieces for row in piece.logits()]
+    assert positions == list(range(start, min(start + count, 5)))  # nothing follows the last token
+    assert [i for piece in pieces for i in piece.next_ids] == [11 + p for p in positions]
+    assert all(len(piece.next_ids) == len(piece.logits()) <= most_rows for piece in pieces)
+    assert all(piece.top == 2 for piece in pieces)
+    silent = Request("r", asking.prompt_token_ids, SamplingParams(), arrival=0)
+    silent_share = ScheduledRequest(silent, start, count, samples=False)
+    assert prompt_pieces(silent_share, hidden, most_rows, lambda rows: rows) == []
 
 
 def test_rows_of_drafts_are_drawn_as_if_the_drafts_were_output():

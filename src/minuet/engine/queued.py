@@ -7,8 +7,6 @@ next step finds its inputs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from minuet.engine import sampler
 from minuet.engine.prepared import Part, Prepared, parts
-from minuet.engine.runner import Model, reported_ids
+from minuet.engine.runner import Model, prompt_pieces, reported_ids
 from minuet.engine.sampler import Drawn, PromptPiece, PromptReports
 from minuet.engine.seal import Seal
 from minuet.engine.types import Sampled, ScheduledRequest, Step
@@ -180,19 +178,15 @@ class QueuedRunner:
 
     def _prompt_reports(self, part: Part, hidden: Tensor | None) -> PromptReports | None:
         """Log-probabilities of the prompts that a prefill computed; queued like everything else."""
+        if hidden is None:  # decoding: nothing of a prompt is computed
+            return None
         pieces: list[PromptPiece] = []
         first = 0
         for share in part.shares:
-            if next_ids := reported_ids(share):
-                assert hidden is not None  # of a prefill, which alone has prompt tokens to report
-                top, asked = share.request.params.prompt_logprobs or 0, iter(next_ids)
-                for rows in hidden[first : first + len(next_ids)].split(self._most_rows):
-                    ids = tuple(islice(asked, rows.shape[0]))
-                    pieces.append(PromptPiece(partial(self._padded_logits, rows), ids, top))
+            computed = hidden[first : first + share.num_tokens]
+            pieces += prompt_pieces(share, computed, self._most_rows, self._padded_logits)
             first += share.num_tokens
-        if not pieces or hidden is None:
-            return None
-        return sampler.prompt_logprobs(pieces, hidden.device)
+        return sampler.prompt_logprobs(pieces, hidden.device) if pieces else None
 
     @property
     def _most_rows(self) -> int:

@@ -10,11 +10,14 @@ from torch import Tensor
 from minuet.attention.batch import AttentionBatch
 from minuet.engine import sampler
 from minuet.engine.batch import StepBatch, build
+from minuet.engine.sampler import PromptPiece
 from minuet.engine.types import Answered, Sampled, ScheduledRequest, Step
 from minuet.kv.cache import KVCache
 from minuet.ops.embedding import Follows
 
 # T query tokens of the step, R rows that sample, W hidden width, V vocabulary
+
+_MOST_ROWS = 1024  # of prompts whose logits exist at once: 0.8 GB at M3's vocabulary
 
 
 class Model(Protocol):
@@ -81,11 +84,9 @@ class Runner:
                 last_row = first_row + 1 + len(share.request.draft_token_ids)
                 result = sampler.verify(share.request, drawn[first_row:last_row])
                 first_row = last_row
-            if next_ids := reported_ids(share):
-                asked = hidden[first : first + len(next_ids)]
-                top = share.request.params.prompt_logprobs or 0
-                piece = sampler.PromptPiece(partial(self.model.logits, asked), next_ids, top)
-                reports = sampler.prompt_logprobs([piece], self._device).results()
+            computed = hidden[first : first + share.num_tokens]
+            if pieces := prompt_pieces(share, computed, _MOST_ROWS, self.model.logits):
+                reports = sampler.prompt_logprobs(pieces, self._device).results()
                 result = result._replace(prompt_logprobs=tuple(reports))
             results.append(result)
             first += share.num_tokens
@@ -119,3 +120,25 @@ def reported_ids(share: ScheduledRequest) -> tuple[int, ...]:
         return ()
     stop = share.start + share.num_tokens
     return request.prompt_token_ids[share.start + 1 : stop + 1]
+
+
+def prompt_pieces(
+    share: ScheduledRequest, hidden: Tensor, most_rows: int, logits: Callable[[Tensor], Tensor]
+) -> list[PromptPiece]:
+    """What to report of a share's prompt, in pieces; empty if the request asks for nothing.
+
+    Args:
+        share: what was computed of which request.
+        hidden: [share.num_tokens, W], after the final norm.
+        most_rows: positions of a piece at most; all of their logits exist at once.
+        logits: computes those of some rows of ``hidden``.
+    """
+    next_ids, top = reported_ids(share), share.request.params.prompt_logprobs
+    if not next_ids or top is None:
+        return []
+    cuts = range(0, len(next_ids), most_rows)
+    pieces = hidden[: len(next_ids)].split(most_rows)
+    return [
+        PromptPiece(partial(logits, rows), next_ids[cut : cut + most_rows], top)
+        for cut, rows in zip(cuts, pieces, strict=True)
+    ]
